@@ -38,7 +38,9 @@ def pins() -> dict[str, str]:
     """Return package name (normalised) -> version, from constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     found = dict(line.split("==") for line in lines if re.match(r"[\w.-]+==", line))
-    return {re.sub(r"[-_.]+", "-", name).lower(): version.strip() for name, version in found.items()}
+    return {
+        re.sub(r"[-_.]+", "-", name).lower(): version.strip() for name, version in found.items()
+    }
 
 
 def problems(groups: list[str]) -> list[str]:
@@ -66,7 +68,11 @@ def main(groups: list[str]) -> int:
         print(f"give one or more of {', '.join(MODULES)}", file=sys.stderr)
         return 2
     found = problems(groups)
-    print("\n".join(found) if found else f"all imports of {', '.join(groups)} work, with the pinned versions")
+    print(
+        "\n".join(found)
+        if found
+        else f"all imports of {', '.join(groups)} work, with the pinned versions"
+    )
     return 1 if found else 0
 
 

@@ -128,17 +128,30 @@ def parts_page() -> str:
     from xscale.core.config_keys.keys import Key, value_text
 
     keys = config_keys()
-    lines = ["# Parts", "", "`xscale list FAMILY` prints the same. A trait is a promise that a test checks.", ""]
+    lines = [
+        "# Parts",
+        "",
+        "`xscale list FAMILY` prints the same. A trait is a promise that a test checks.",
+        "",
+    ]
     for name, family in families().items():
         lines += [f"## {name}", "", "| trait | meaning |", "|---|---|"]
         meanings = _trait_sentences(family.traits)
-        lines += [f"| `{field.name}` | {meanings.get(field.name, '')} |" for field in dataclasses.fields(family.traits)]
+        lines += [
+            f"| `{field.name}` | {meanings.get(field.name, '')} |"
+            for field in dataclasses.fields(family.traits)
+        ]
         lines.append("")
         for entry in family:
             lines += [f"### {name}: {entry.name}", "", _escape(entry.summary), ""]
             traits = dataclasses.asdict(entry.traits)
-            lines += [", ".join(f"`{key}={value_text(value)}`" for key, value in traits.items()), ""]
-            lines += [f"- Differs from the paper: {_escape(sentence)}" for sentence in entry.deviations]
+            lines += [
+                ", ".join(f"`{key}={value_text(value)}`" for key, value in traits.items()),
+                "",
+            ]
+            lines += [
+                f"- Differs from the paper: {_escape(sentence)}" for sentence in entry.deviations
+            ]
             if entry.deviations:
                 lines.append("")
             if rows := list(_rows(Key("", keys.parts(name)[entry.name]))):
@@ -151,7 +164,10 @@ def xformers_page() -> str:
     from xscale.commands.show.catalogue import rows
 
     table = rows()
-    counts = {status: sum(row.status == status for row in table) for status in ("works", "partly", "missing")}
+    counts = {
+        status: sum(row.status == status for row in table)
+        for status in ("works", "partly", "missing")
+    }
     lines = [
         "# Transformer variants",
         "",
@@ -176,8 +192,13 @@ def xformers_page() -> str:
                 letters = {"C": row.causal, "B": row.bidirectional, "X": row.cross}
                 directions = " ".join(letter for letter, able in letters.items() if able)
                 differs = [*([f"Absent: {row.why}"] if row.why else []), *row.deviations]
-                cells = (f"{_escape(row.summary)}<br>{_escape(row.paper)}", "<br>".join(map(_escape, differs)))
-                lines.append(f"| `{row.id}` | {row.status} | {directions} | {cells[0]} | {cells[1]} |")
+                cells = (
+                    f"{_escape(row.summary)}<br>{_escape(row.paper)}",
+                    "<br>".join(map(_escape, differs)),
+                )
+                lines.append(
+                    f"| `{row.id}` | {row.status} | {directions} | {cells[0]} | {cells[1]} |"
+                )
         lines.append("")
     return "\n".join(lines)
 

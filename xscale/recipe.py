@@ -40,7 +40,11 @@ class Recipe(Settings):
         steps, warmup = self.train.steps, self.schedule.warmup_steps
         if warmup >= steps > 1:
             what = f"the warm-up of {warmup} steps is not shorter than train.steps={steps}: the rate only rises"
-            problems.append(Problem("schedule.warmup_steps", what, f"Take at most {steps - 1}, or train for longer."))
+            problems.append(
+                Problem(
+                    "schedule.warmup_steps", what, f"Take at most {steps - 1}, or train for longer."
+                )
+            )
         problems += _unused_position(self)
         if self.optimizer.lr == 0:
             problems.append(Problem("optimizer.lr", "the learning rate is 0: no weight changes"))
@@ -55,7 +59,9 @@ def _unused_position(settings: Settings) -> list[Problem]:
     """Warn of a position encoding inside attention in a model of which no layer has any."""
     model: Any = settings.model
     position = model.position
-    stacks = [getattr(model, name) for name in ("stack", "encoder", "decoder") if hasattr(model, name)]
+    stacks = [
+        getattr(model, name) for name in ("stack", "encoder", "decoder") if hasattr(model, name)
+    ]
     mixers = [mixer for stack in stacks for mixer in stack.mixers()]
     if POSITIONS.of(position).traits.where in ("none", "input") or any(
         MIXERS.of(mixer).part.uses_position for mixer in mixers
@@ -63,7 +69,13 @@ def _unused_position(settings: Settings) -> list[Problem]:
         return []
     kinds = ", ".join(dict.fromkeys(f"'{mixer.kind}'" for mixer in mixers))
     what = f"'{position.kind}' acts inside attention, and the model has none ({kinds}): it has no effect"
-    return [Problem("model.position", what, "Take one that acts on the embeddings: learned or sinusoidal; or none.")]
+    return [
+        Problem(
+            "model.position",
+            what,
+            "Take one that acts on the embeddings: learned or sinusoidal; or none.",
+        )
+    ]
 
 
 def read(file: Path, overrides: list[str]) -> tuple[Recipe, Composed]:
@@ -87,7 +99,11 @@ def _with_fitting_warmup(recipe: Recipe, composed: Composed) -> Recipe:
     key, origin = "schedule.warmup_steps", composed.origin
     before, steps = recipe.schedule.warmup_steps, recipe.train.steps
     now = fitting_warmup(before, steps)
-    if now == before or origin.get("train.steps") != COMMAND_LINE or origin.get(key) == COMMAND_LINE:
+    if (
+        now == before
+        or origin.get("train.steps") != COMMAND_LINE
+        or origin.get(key) == COMMAND_LINE
+    ):
         return recipe
     origin[key] = f"fits train.steps={steps}, in place of {before}"
     what = f"the warm-up of {before} steps does not fit train.steps={steps}"
@@ -104,12 +120,18 @@ def dropped_values(recipe: Recipe, composed: Composed) -> list[Problem]:
         lost = [
             f"{key}={flow_text(value)}"
             for key, value in leaves(old, path)
-            if key != f"{path}.kind" and origin.get(key) != COMMAND_LINE and _changed(current, key, value)
+            if key != f"{path}.kind"
+            and origin.get(key) != COMMAND_LINE
+            and _changed(current, key, value)
         ]
         if lost:
-            values = ", ".join(lost[:LISTED]) + (f" and {len(lost) - LISTED} more" if len(lost) > LISTED else "")
+            values = ", ".join(lost[:LISTED]) + (
+                f" and {len(lost) - LISTED} more" if len(lost) > LISTED else ""
+            )
             what = f"another kind replaces the whole section, so that these values are dropped: {values}"
-            problems.append(Problem(f"{path}.kind", what, "Give those that you want to keep, as overrides."))
+            problems.append(
+                Problem(f"{path}.kind", what, "Give those that you want to keep, as overrides.")
+            )
     return problems
 
 

@@ -27,7 +27,13 @@ from xscale.settings.settings import Settings
 class TextModel(nn.Module):
     """`model(ids)` gives logits; the parameters are those of `model.model`, under their names in checkpoints."""
 
-    def __init__(self, model: nn.Module, settings: Settings, device: torch.device, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        device: torch.device,
+        tokenizer: Tokenizer | None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.recipe = settings
@@ -44,28 +50,46 @@ class TextModel(nn.Module):
         if not rank_info.is_single_process:
             what = f"a model is built on one process, and this is one of {rank_info.world}"
             raise ConfigError("WORLD_SIZE", what, "Use xscale.train in a job of several.")
-        mesh = Mesh(rank_info, axes.resolve(settings.parallel.mesh, 1), device_of(settings, rank_info))
+        mesh = Mesh(
+            rank_info, axes.resolve(settings.parallel.mesh, 1), device_of(settings, rank_info)
+        )
         config, tokenizer = settings.data.tokenizer, None
         if vocabulary is None and not TOKENIZERS.of(config).traits.trained:
             tokenizer = TOKENIZERS.build(config, Path(settings.data.folder))
             vocabulary = tokenizer.vocabulary
         size = vocabulary_of(settings) if vocabulary is None else vocabulary
         tokens = size if tokenizer is None else tokenizer.unpadded_vocabulary
-        return cls(build_on_mesh(settings, (size, tokens), mesh, draw_weights=True), settings, mesh.device, tokenizer)
+        return cls(
+            build_on_mesh(settings, (size, tokens), mesh, draw_weights=True),
+            settings,
+            mesh.device,
+            tokenizer,
+        )
 
     @classmethod
     def loaded(cls, folder: Path, *, plugins: bool = False) -> "TextModel":
         """Load the newest good checkpoint of a run, or the checkpoint that `folder` is."""
         is_checkpoint = folder.absolute().parent.name == CHECKPOINTS
-        if is_checkpoint and folder.absolute() not in [path for _, path in visible_steps(folder.absolute().parent)]:
-            raise ConfigError(str(folder), "there is no such checkpoint", f"Look into {folder.parent}.")
+        if is_checkpoint and folder.absolute() not in [
+            path for _, path in visible_steps(folder.absolute().parent)
+        ]:
+            raise ConfigError(
+                str(folder), "there is no such checkpoint", f"Look into {folder.parent}."
+            )
         run = folder.absolute().parents[1] if is_checkpoint else folder
-        loaded = load_run(run, plugins=plugins, checkpoint=folder.absolute() if is_checkpoint else None)
+        loaded = load_run(
+            run, plugins=plugins, checkpoint=folder.absolute() if is_checkpoint else None
+        )
         model = cls(loaded.model, loaded.settings, loaded.mesh.device, loaded.tokenizer)
         return model.eval()
 
     def forward(
-        self, ids: Tensor, source: Tensor | None = None, targets: Tensor | None = None, *, share: float = 1.0
+        self,
+        ids: Tensor,
+        source: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        share: float = 1.0,
     ) -> Tensor:
         """Logits [B, T, V] of ids [B, T]; with `targets` [B, T] their summed loss in nats, -100 ignored.
 
@@ -79,7 +103,12 @@ class TextModel(nn.Module):
         `share` is the part of an optimizer step's samples that these are: 1 / n with n micro-batches a step. In
         evaluation mode it is the cross-entropy, and nothing is random.
         """
-        return self._run(ids, source, targets, self._training_forward(targets, share) if self.training else Forward())
+        return self._run(
+            ids,
+            source,
+            targets,
+            self._training_forward(targets, share) if self.training else Forward(),
+        )
 
     def _training_forward(self, targets: Tensor | None, share: float) -> Forward:
         """Return the seed of a training forward, and with `targets` the weights of its losses."""
@@ -109,12 +138,20 @@ class TextModel(nn.Module):
         """
         return attention_layouts(self.model, length or self.recipe.data.sequence_length)
 
-    def _run(self, ids: Tensor, source: Tensor | None, targets: Tensor | None, forward: Forward) -> Tensor:
+    def _run(
+        self, ids: Tensor, source: Tensor | None, targets: Tensor | None, forward: Forward
+    ) -> Tensor:
         kind = str(self.recipe.model.kind)
         if MODELS.get(kind).traits.source != (source is not None):
-            reads = "needs `source`, the ids that it reads" if source is None else "reads one sequence, and no source"
+            reads = (
+                "needs `source`, the ids that it reads"
+                if source is None
+                else "reads one sequence, and no source"
+            )
             raise ValueError(f"the model '{kind}' {reads}")
         tokens = Tokens.from_ids(ids.to(self.device), forward=forward)
         read = None if source is None else Tokens.from_ids(source.to(self.device), forward=forward)
-        logits: Tensor = self.model(tokens, None if targets is None else targets.to(self.device), read)
+        logits: Tensor = self.model(
+            tokens, None if targets is None else targets.to(self.device), read
+        )
         return logits

@@ -32,7 +32,11 @@ def add_sinks(
 
 
 def gradient_of_sinks(
-    sinks: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, unit: float = NATURAL
+    sinks: torch.Tensor,
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    unit: float = NATURAL,
 ) -> torch.Tensor:
     """Return the gradient of the logits `sinks` [H] from that of the output, both [B, H, T, M].
 

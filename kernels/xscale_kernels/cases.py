@@ -83,7 +83,9 @@ class Case:
 class ForwardBackward:
     """A call without arguments: forward of `function(*inputs)` and backward to the inputs that require gradients."""
 
-    def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
         self.function, self.inputs = function, inputs
         self.leaves = [tensor for tensor in inputs if tensor.requires_grad]
         self.seed: torch.Tensor | None = None
@@ -107,4 +109,6 @@ def forward_backward(
     """
     names = [entry.name for entry in implementations if entry.name != "reference"]
     ways: dict[str, Callable[[], object]] = {"eager": ForwardBackward(eager, inputs)}
-    return ways | {name: ForwardBackward(partial(function, implementation=name), inputs) for name in names}
+    return ways | {
+        name: ForwardBackward(partial(function, implementation=name), inputs) for name in names
+    }

@@ -33,7 +33,9 @@ def nvcc() -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def build(source: Path, architecture: str, folder: Path | None = None) -> Path:
@@ -46,7 +48,9 @@ def build(source: Path, architecture: str, folder: Path | None = None) -> Path:
         raise BuildError("nvcc is not installed")
     folder = (folder or CACHE).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    build_inputs = "\n".join((source.read_text(encoding="utf-8"), _version(compiler), architecture, *FLAGS))
+    build_inputs = "\n".join(
+        (source.read_text(encoding="utf-8"), _version(compiler), architecture, *FLAGS)
+    )
     stem = f"{source.stem}-{architecture}-{hashlib.sha256(build_inputs.encode()).hexdigest()[:16]}"
     library = folder / f"{stem}.so"
     with (folder / f"{stem}.lock").open("w") as lock:
@@ -54,7 +58,9 @@ def build(source: Path, architecture: str, folder: Path | None = None) -> Path:
         if not library.exists():
             part = folder / f"{stem}.part"
             command = [compiler, *FLAGS, f"-arch={architecture}", str(source), "-o", str(part)]
-            completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+            completed = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=600
+            )
             if completed.returncode != 0:
                 raise BuildError((completed.stderr or completed.stdout)[-2000:])
             # The name appears only once the file is complete.
@@ -96,6 +102,8 @@ def library(source: Path, device: torch.device) -> ctypes.CDLL:
 def call(function: Callable[..., int], device: torch.device, *arguments: object) -> None:
     """Call a launcher on the device's current stream. Raises RuntimeError with the number of a CUDA error."""
     with torch.cuda.device(device):
-        status = function(*arguments, ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream))
+        status = function(
+            *arguments, ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        )
     if status:
         raise RuntimeError(f"a CUDA kernel could not be launched (error {status})")

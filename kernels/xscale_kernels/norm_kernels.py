@@ -44,7 +44,17 @@ def _forward_kernel(
 
 
 @triton.jit
-def _read_row(dy, x, mean, scale, columns, mask, CENTRED: tl.constexpr, ACC: tl.constexpr, POLICY: tl.constexpr):
+def _read_row(
+    dy,
+    x,
+    mean,
+    scale,
+    columns,
+    mask,
+    CENTRED: tl.constexpr,
+    ACC: tl.constexpr,
+    POLICY: tl.constexpr,
+):
     """A row of the normalised input, without weight and bias, and of the gradient of the result."""
     unit = tl.load(x + columns, mask=mask, other=0.0, eviction_policy=POLICY).to(ACC)
     if CENTRED:
@@ -78,13 +88,17 @@ def _backward_kernel(
             if WEIGHTED:
                 g *= tl.load(weight + columns, mask=mask, other=0.0).to(ACC)
             along, across = tl.sum(g * unit, 0) / D, tl.sum(g, 0) / D
-            unit, g = _read_row(row_dy, row_x, mean, scale, columns, mask, CENTRED, ACC, "evict_first")
+            unit, g = _read_row(
+                row_dy, row_x, mean, scale, columns, mask, CENTRED, ACC, "evict_first"
+            )
         if BIASED:
             dbias += g
         if WEIGHTED:
             dweight += g * unit
             if WIDE:
-                factor = tl.load(weight + columns, mask=mask, other=0.0, eviction_policy="evict_last").to(ACC)
+                factor = tl.load(
+                    weight + columns, mask=mask, other=0.0, eviction_policy="evict_last"
+                ).to(ACC)
             g *= factor
         if not (WIDE and CENTRED):
             along = tl.sum(g * unit, 0) / D
@@ -105,7 +119,9 @@ def warps(D: int) -> int:
     return min(16, max(4, int(triton.next_power_of_2(D)) // 512))
 
 
-def _options(D: int, scales: torch.dtype, *, centred: bool, weighted: bool, biased: bool) -> dict[str, Any]:
+def _options(
+    D: int, scales: torch.dtype, *, centred: bool, weighted: bool, biased: bool
+) -> dict[str, Any]:
     """Return the constants that the backward kernel is compiled for."""
     return {
         "CENTRED": centred,
@@ -121,7 +137,12 @@ def _options(D: int, scales: torch.dtype, *, centred: bool, weighted: bool, bias
 
 @functools.lru_cache(maxsize=256)
 def _programs(
-    device: torch.device, D: int, dtypes: tuple[torch.dtype, ...], centred: bool, weighted: bool, biased: bool
+    device: torch.device,
+    D: int,
+    dtypes: tuple[torch.dtype, ...],
+    centred: bool,
+    weighted: bool,
+    biased: bool,
 ) -> int:
     """Programs of the backward launch: as many as are resident at once, so that none waits for a second wave.
 
@@ -142,14 +163,24 @@ class NormRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centred: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        centred: bool,
     ) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
-        weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
+        weight, bias = (
+            None if parameter is None else parameter.contiguous() for parameter in (weight, bias)
+        )
         N, D = x.shape
         compute = wide(x.dtype)
         y = x.new_empty(N, D)
-        means, scales = x.new_empty(N if centred else 0, dtype=compute), x.new_empty(N, dtype=compute)
+        means, scales = (
+            x.new_empty(N if centred else 0, dtype=compute),
+            x.new_empty(N, dtype=compute),
+        )
         if N:
             _forward_kernel[(N,)](
                 x, x if weight is None else weight, x if bias is None else bias, y, means, scales, x.stride(0), D, eps,
@@ -166,7 +197,11 @@ class NormRows(torch.autograd.Function):
         x, weight, means, scales = ctx.saved_tensors
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
         N, D = x.shape
-        kind = {"centred": ctx.centred, "weighted": weight is not None, "biased": ctx.bias_dtype is not None}
+        kind = {
+            "centred": ctx.centred,
+            "weighted": weight is not None,
+            "biased": ctx.bias_dtype is not None,
+        }
         dtypes = (dy.dtype, x.dtype, x.dtype if weight is None else weight.dtype, scales.dtype)
         programs = min(_programs(x.device, D, dtypes, **kind), max(N, 1))
         dx = x.new_empty(N, D)
@@ -188,7 +223,9 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.T
     return out.view(x.shape)
 
 
-def layernorm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def layernorm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
     """Triton implementation of `reference_layernorm`."""
     out: torch.Tensor = NormRows.apply(x.reshape(-1, x.shape[-1]), weight, bias, eps, True)  # type: ignore[no-untyped-call]
     return out.view(x.shape)

@@ -19,7 +19,9 @@ UNIT = 8
 """A thread's registers are given in multiples of this."""
 
 
-def resident_programs(registers: int, warps: int, most_threads: int, shared: int = 0, shared_of_sm: int = 0) -> int:
+def resident_programs(
+    registers: int, warps: int, most_threads: int, shared: int = 0, shared_of_sm: int = 0
+) -> int:
     """Return how many programs of `warps` warps an SM holds, at least 1.
 
     `registers` of a thread; `most_threads` of an SM; `shared` bytes of a program, of `shared_of_sm`.

@@ -113,7 +113,11 @@ def is_small_call(named: str | None, x: torch.Tensor) -> bool:
 
 
 def choose(
-    operator: str, implementations: Sequence[Implementation], named: str | None, *args: object, **kwargs: object
+    operator: str,
+    implementations: Sequence[Implementation],
+    named: str | None,
+    *args: object,
+    **kwargs: object,
 ) -> KernelChoice:
     """Choose the implementation of this call of `operator`.
 
@@ -138,14 +142,17 @@ def choose(
         refused.append((implementation.name, reason))
     if named:
         able = [
-            implementation.name for implementation in implementations if implementation.usable(*args, **kwargs) is None
+            implementation.name
+            for implementation in implementations
+            if implementation.usable(*args, **kwargs) is None
         ]
         raise UnusableError(
             f"{operator}: implementation '{named}' cannot run this call: {refused[0][1]}. "
             f"These can: {', '.join(able) or 'none'}"
         )
     raise UnusableError(
-        f"{operator}: no implementation can run this call: " + "; ".join(f"{n}: {r}" for n, r in refused)
+        f"{operator}: no implementation can run this call: "
+        + "; ".join(f"{n}: {r}" for n, r in refused)
     )
 
 
@@ -171,9 +178,15 @@ def unknown(named: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     errors = {}
     for operator, name in named.items():
         if operator not in operators():
-            errors[operator] = (f"there is no operator '{operator}'", f"There are: {', '.join(operators())}.")
+            errors[operator] = (
+                f"there is no operator '{operator}'",
+                f"There are: {', '.join(operators())}.",
+            )
             continue
         known = [implementation.name for implementation in implementations(operator)]
         if name not in known:
-            errors[operator] = (f"{operator} has no implementation '{name}'", f"There are: {', '.join(known)}.")
+            errors[operator] = (
+                f"{operator} has no implementation '{name}'",
+                f"There are: {', '.join(known)}.",
+            )
     return errors

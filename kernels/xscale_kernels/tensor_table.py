@@ -38,7 +38,9 @@ class TensorTable:
 
 
 @functools.lru_cache(maxsize=16)
-def _block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_map(
+    sizes: tuple[int, ...], block: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tensor and first element of each block: 16 bytes a block, which no step changes."""
     counts = (torch.tensor(sizes, dtype=torch.int64) + block - 1) // block
     tensor_of = torch.repeat_interleave(torch.arange(len(sizes)), counts)
@@ -47,5 +49,7 @@ def _block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> tupl
 
 
 @functools.lru_cache(maxsize=16)
-def _numbers(addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _numbers(
+    addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
     return torch.tensor((*addresses, *sizes), dtype=torch.int64).to(device)

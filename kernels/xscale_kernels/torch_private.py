@@ -39,7 +39,9 @@ __all__ = [
 T = TypeVar("T")
 
 
-def accumulate_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float) -> None:
+def accumulate_product_(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float
+) -> None:
     """total = beta * total + left @ right within the product, left and right in half precision (CUDA only)."""
     torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
 
@@ -82,7 +84,12 @@ def calls_directly(x: torch.Tensor) -> bool:
 
 
 def flash_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int, window: tuple[int, int]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    longest: int,
+    window: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention on a GPU in documents cut at `offsets` [N + 1]: q [T, H, K], k and v [T, G, K] -> output and the
     log-sum-exp of the scores [H, T]. A query sees `window` tokens before and behind it; -1: all."""
@@ -108,10 +115,28 @@ def flash_varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v of `flash_varlen`."""
     # Without dropout the state of the generator is not read.
-    rng_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    rng_state, unused = (
+        torch.zeros(2, dtype=torch.uint64, device=q.device),
+        torch.empty(0, device=q.device),
+    )
     left, right = window
     to_q, to_k, to_v = torch.ops.aten._flash_attention_backward(
-        *(dout, q, k, v, out, lse, offsets, offsets, longest, longest, 0.0, False, rng_state, unused),
+        *(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            0.0,
+            False,
+            rng_state,
+            unused,
+        ),
         window_size_left=left,
         window_size_right=right,
     )
@@ -125,7 +150,9 @@ def cpu_flash_attention(
 
     The mask [T, S] is added to the scores.
     """
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=mask
+    )
     return out, lse
 
 

@@ -24,7 +24,9 @@ def importable() -> bool:
 @functools.lru_cache(maxsize=1)
 def version() -> tuple[int, ...]:
     """Version of the installed Triton, such as (3, 7, 1)."""
-    return tuple(int(digits) for digits in re.findall(r"\d+", importlib.metadata.version("triton"))[:3])
+    return tuple(
+        int(digits) for digits in re.findall(r"\d+", importlib.metadata.version("triton"))[:3]
+    )
 
 
 def interpreting() -> bool:
@@ -43,7 +45,11 @@ def refusal(tensor: torch.Tensor) -> str | None:
     if isinstance(tensor, torch_private.FakeTensor):
         return FAKE
     if not tensor.is_cuda:
-        return None if interpreting() else f"the tensors are on {tensor.device.type}, Triton needs a GPU"
+        return (
+            None
+            if interpreting()
+            else f"the tensors are on {tensor.device.type}, Triton needs a GPU"
+        )
     return None if importable() else "triton is not installed (pip install triton)"
 
 

@@ -29,16 +29,32 @@ PREFLIGHT_FAILED = 76
 def main(argv: Sequence[str]) -> int:
     """Run the workers of this task until they end; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m xscale_launch.agent", allow_abbrev=False)
-    parser.add_argument("--attempt", type=Path, required=True, help="folder for the status files of this attempt")
-    parser.add_argument("--outputs", type=Path, required=True, help="folder for the output of ranks above 0")
+    parser.add_argument(
+        "--attempt", type=Path, required=True, help="folder for the status files of this attempt"
+    )
+    parser.add_argument(
+        "--outputs", type=Path, required=True, help="folder for the output of ranks above 0"
+    )
     parser.add_argument("--processes", type=int, default=1, help="workers of this task")
-    parser.add_argument("--torchrun", action="store_true", help="start the workers through torchrun")
-    parser.add_argument("--placed", action="store_true", help="RANK, WORLD_SIZE ... are already set; start one worker")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs that the preflight must find on the node")
-    parser.add_argument("--disk", type=float, default=1.0, help="free disk space required by the preflight, in GB")
+    parser.add_argument(
+        "--torchrun", action="store_true", help="start the workers through torchrun"
+    )
+    parser.add_argument(
+        "--placed",
+        action="store_true",
+        help="RANK, WORLD_SIZE ... are already set; start one worker",
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=0, help="GPUs that the preflight must find on the node"
+    )
+    parser.add_argument(
+        "--disk", type=float, default=1.0, help="free disk space required by the preflight, in GB"
+    )
     parser.add_argument("--no-preflight", action="store_true")
     parser.add_argument("--links", help="the command that measures the links between the nodes")
-    parser.add_argument("--slowest-link", type=float, default=0.0, help="minimum bandwidth of a link, in GB/s")
+    parser.add_argument(
+        "--slowest-link", type=float, default=0.0, help="minimum bandwidth of a link, in GB/s"
+    )
     parser.add_argument("--stop-seconds", type=float, default=300.0)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(list(argv))
@@ -75,13 +91,19 @@ def rank_from_torchrun(variables: Mapping[str, str]) -> RankEnv:
     )
 
 
-def preflight_passes(options: argparse.Namespace, rank_env: RankEnv, variables: Mapping[str, str], node: str) -> bool:
+def preflight_passes(
+    options: argparse.Namespace, rank_env: RankEnv, variables: Mapping[str, str], node: str
+) -> bool:
     """Run the preflight on this task's node; False, with the problems recorded in `fault`, when a node is bad."""
     result = check_node(node, rank_env, variables, options.attempt, options.gpus, options.disk)
     problems, bad_nodes = list(result.problems), set(result.bad_nodes)
     if not problems and options.links and links.should_measure(rank_env, variables):
         slow = links.measure(
-            shlex.split(options.links), links.rank_of_node(rank_env, variables), node, variables, options.attempt
+            shlex.split(options.links),
+            links.rank_of_node(rank_env, variables),
+            node,
+            variables,
+            options.attempt,
         )
         problems += map(str, slow)
         if not slow and rank_env.rank == 0:
@@ -95,9 +117,13 @@ def preflight_passes(options: argparse.Namespace, rank_env: RankEnv, variables: 
                 problems += map(str, slow)
                 bad_nodes |= {problem.node for problem in slow}
     if bad_nodes:
-        write_run_file(options.attempt / "bad_nodes", "".join(f"{name}\n" for name in sorted(bad_nodes)))
+        write_run_file(
+            options.attempt / "bad_nodes", "".join(f"{name}\n" for name in sorted(bad_nodes))
+        )
     if problems:
-        attempts.record_task(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(problems))
+        attempts.record_task(
+            options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(problems)
+        )
     return not problems
 
 
@@ -133,7 +159,11 @@ def run_workers(
         pending_signals=pending_signals,
     ).run()
     message = f"{node}: {outcome.cause}"
-    tails = [last_lines(w.log) for w in workers if outcome.cause and w.rank == outcome.rank and w.log is not None]
+    tails = [
+        last_lines(w.log)
+        for w in workers
+        if outcome.cause and w.rank == outcome.rank and w.log is not None
+    ]
     if outcome.status == status.USER_MISTAKE:
         attempts.report_config_refused(
             options.attempt, outcome.statuses.get(0) == outcome.status, rank_envs[0].rank == 0
@@ -148,10 +178,14 @@ def run_workers(
         code = status.RESUMABLE if stopped and not failed else outcome.status
     else:
         code = outcome.status
-    return attempts.record_task(options.attempt, None if options.placed else rank_envs[0].rank, code, message)
+    return attempts.record_task(
+        options.attempt, None if options.placed else rank_envs[0].rank, code, message
+    )
 
 
-def torchrun_worker(options: argparse.Namespace, places: Sequence[RankEnv], variables: Mapping[str, str]) -> Worker:
+def torchrun_worker(
+    options: argparse.Namespace, places: Sequence[RankEnv], variables: Mapping[str, str]
+) -> Worker:
     """Return the torchrun process for the workers of one node.
 
     torchrun starts each worker through its own agent (`--placed`), because torchrun discards the worker's exit status.

@@ -70,7 +70,11 @@ def read_attempt(attempt: Path, tasks: int, code: int) -> tuple[int, str]:
         return recorded, message.strip()
     if code:
         return from_returncode(code), f"mpirun (or srun) {describe(from_returncode(code))}"
-    texts = [read_run_file(path).decode(errors="replace") for path in attempt.glob("ended-*") if path.is_file()]
+    texts = [
+        read_run_file(path).decode(errors="replace")
+        for path in attempt.glob("ended-*")
+        if path.is_file()
+    ]
     ended = [recorded for text in texts if (recorded := parse_status(text)) is not None]
     if len(ended) < tasks:
         return NO_REPORT, f"only {len(ended)} of {tasks} tasks recorded an exit status"

@@ -17,8 +17,12 @@ CONFIGS = (Path(__file__).parents[2] / "configs", Path(__file__).parents[1] / "x
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and its overrides. `--xscale` replaces the trainer's command in the launcher's tests."""
-    parser.add_argument("config", metavar="CONFIG", help="a run's config, or a recipe's name, such as quickstart")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of config values")
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a run's config, or a recipe's name, such as quickstart"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides of config values"
+    )
     parser.add_argument("--xscale", help=argparse.SUPPRESS)
 
 
@@ -31,14 +35,20 @@ def check_config(config: str, overrides: Sequence[str]) -> Path:
     path = _recipe(config) or _shipped_file(config) or expand(config)
     if not path.is_file():
         files = [file.name for file in path.parent.glob("*.yaml")]
-        near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, files, n=3)]
+        near = [
+            str(path.parent / name) for name in difflib.get_close_matches(path.name, files, n=3)
+        ]
         recipes = [file.stem for folder in CONFIGS for file in (folder / "run").glob("*.yaml")]
         near += difflib.get_close_matches(path.stem, recipes, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise LaunchError(f"config {config} does not exist; {hint}`xscale list recipes` shows the recipes")
+        raise LaunchError(
+            f"config {config} does not exist; {hint}`xscale list recipes` shows the recipes"
+        )
     for override in overrides:
         if "=" not in override:
-            raise LaunchError(f"{override!r} is not an override: write key=value, such as train.steps=100")
+            raise LaunchError(
+                f"{override!r} is not an override: write key=value, such as train.steps=100"
+            )
     return path
 
 
@@ -56,7 +66,9 @@ def _recipe(word: str) -> Path | None:
         return recipes[id]
     like = [file for stem, file in recipes.items() if stem.startswith(f"{id}-")]
     if len(like) > 1:
-        raise LaunchError(f"several recipes have names that begin with {word}: {', '.join(file.stem for file in like)}")
+        raise LaunchError(
+            f"several recipes have names that begin with {word}: {', '.join(file.stem for file in like)}"
+        )
     return like[0] if like else None
 
 
@@ -65,7 +77,9 @@ def _shipped_file(config: str) -> Path | None:
     parts = Path(config).parts
     if parts[:1] != ("configs",) or ".." in parts or os.path.lexists("configs"):
         return None
-    return next((file for folder in CONFIGS if (file := folder.joinpath(*parts[1:])).is_file()), None)
+    return next(
+        (file for folder in CONFIGS if (file := folder.joinpath(*parts[1:])).is_file()), None
+    )
 
 
 def override(overrides: Sequence[str], key: str) -> str | None:
@@ -77,5 +91,8 @@ def override(overrides: Sequence[str], key: str) -> str | None:
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of text as a table: pad each cell to the width of its column."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     return "\n".join(lines)

@@ -44,9 +44,13 @@ def argument_parser() -> argparse.ArgumentParser:
         default=Path(),
         help="where run folders will be written; default: the working directory",
     )
-    parser.add_argument("--gpus", type=int, help="GPUs that every node must have; default: the number visible here")
+    parser.add_argument(
+        "--gpus", type=int, help="GPUs that every node must have; default: the number visible here"
+    )
     parser.add_argument("--disk", type=float, default=1.0, help="required free disk space, in GB")
-    parser.add_argument("--no-links", action="store_true", help="skip the all-reduce measured between nodes")
+    parser.add_argument(
+        "--no-links", action="store_true", help="skip the all-reduce measured between nodes"
+    )
     parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -79,8 +83,13 @@ def _check(argv: Sequence[str]) -> int:
         return _rank(options, gpus)
     name = socket.gethostname()
     # The rendezvous of one machine is on loopback: the machine's own name often does not resolve on a laptop.
-    facts = preflight.facts(name, HOST, options.folder, Path(xscale_launch.__file__).parents[1], gpus)
-    return _report([facts], [str(problem) for problem in preflight.find_problems([facts], [name], gpus, options.disk)])
+    facts = preflight.facts(
+        name, HOST, options.folder, Path(xscale_launch.__file__).parents[1], gpus
+    )
+    return _report(
+        [facts],
+        [str(problem) for problem in preflight.find_problems([facts], [name], gpus, options.disk)],
+    )
 
 
 def _task(options: argparse.Namespace, gpus: int) -> int:
@@ -95,7 +104,10 @@ def _task(options: argparse.Namespace, gpus: int) -> int:
         if measured:
             # The folder may not be shared; only the head node reads the result written there.
             problems += map(
-                str, links.measure(LINKS, links.rank_of_node(rank_env, variables), node, variables, Path(folder))
+                str,
+                links.measure(
+                    LINKS, links.rank_of_node(rank_env, variables), node, variables, Path(folder)
+                ),
             )
         if rank_env.rank > 0:
             return status.DONE

@@ -56,7 +56,11 @@ def remove_variables(prefixes: tuple[str, ...]) -> None:
 
 def for_submission(variables: Mapping[str, str]) -> dict[str, str]:
     """Return an environment for sbatch: without the variables of an enclosing allocation, which leak into the job."""
-    return {name: value for name, value in variables.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")}
+    return {
+        name: value
+        for name, value in variables.items()
+        if name == "SLURM_CONF" or not name.startswith("SLURM_")
+    }
 
 
 def port_of_job(job_id: int, restart: int = 0) -> int:
@@ -84,7 +88,9 @@ def integer(variables: Mapping[str, str], name: str, default: int | None = None)
 def check_rank(name: str, rank: int, of: str, count: int) -> None:
     """Raise `LaunchError` unless `rank`, the variable `name`, is one of `count` ranks, the variable `of`."""
     if not 0 <= rank < count:
-        raise LaunchError(f"{name} is {rank}, but {of} is {count}: start the command with srun or mpirun itself")
+        raise LaunchError(
+            f"{name} is {rank}, but {of} is {count}: start the command with srun or mpirun itself"
+        )
 
 
 def slurm_head_node(variables: Mapping[str, str]) -> str:
@@ -106,10 +112,15 @@ def slurm_ranks(variables: Mapping[str, str], processes: int) -> list[RankEnv]:
     port = integer(variables, "MASTER_PORT", port_of_job(job, restart))
     check_rank("SLURM_PROCID", task, "SLURM_NTASKS", tasks)
     if not 0 < port < 2**16:
-        raise LaunchError(f"MASTER_PORT is {port}, which is no port: leave it out, and it is derived from the job")
+        raise LaunchError(
+            f"MASTER_PORT is {port}, which is no port: leave it out, and it is derived from the job"
+        )
     if processes > 1 or tasks == integer(variables, "SLURM_NNODES"):
         local = range(processes)
-        return [RankEnv(task * processes + r, tasks * processes, r, processes, head, port) for r in local]
+        return [
+            RankEnv(task * processes + r, tasks * processes, r, processes, head, port)
+            for r in local
+        ]
     per_node = tasks_on_node(variables)
     return [RankEnv(task, tasks, integer(variables, "SLURM_LOCALID"), per_node, head, port)]
 
@@ -121,7 +132,9 @@ def tasks_on_node(variables: Mapping[str, str]) -> int:
     for part in text.split(","):
         count, _, times = part.partition("(x")
         if not count.isdecimal() or not (times.rstrip(")") or "1").isdecimal():
-            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}, expected counts such as 2(x3),1")
+            raise LaunchError(
+                f"SLURM_STEP_TASKS_PER_NODE is {text!r}, expected counts such as 2(x3),1"
+            )
         counts += [int(count)] * int(times.rstrip(")") or 1)
     return counts[min(max(integer(variables, "SLURM_NODEID", 0), 0), len(counts) - 1)]
 
@@ -133,11 +146,16 @@ def mpi_ranks(variables: Mapping[str, str]) -> tuple[int, int, int, int] | None:
     """
     if "OMPI_COMM_WORLD_RANK" in variables:
         names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-        rank, size, local_rank, local_size = (integer(variables, f"OMPI_COMM_WORLD_{name}") for name in names)
+        rank, size, local_rank, local_size = (
+            integer(variables, f"OMPI_COMM_WORLD_{name}") for name in names
+        )
         check_rank("OMPI_COMM_WORLD_RANK", rank, "OMPI_COMM_WORLD_SIZE", size)
         return rank, size, local_rank, local_size
     if "PMI_RANK" in variables:
-        local_rank, local_size = integer(variables, "MPI_LOCALRANKID", -1), integer(variables, "MPI_LOCALNRANKS", -1)
+        local_rank, local_size = (
+            integer(variables, "MPI_LOCALRANKID", -1),
+            integer(variables, "MPI_LOCALNRANKS", -1),
+        )
         rank, size = integer(variables, "PMI_RANK"), integer(variables, "PMI_SIZE")
         check_rank("PMI_RANK", rank, "PMI_SIZE", size)
         return rank, size, local_rank, local_size

@@ -23,14 +23,18 @@ MASK = "***"
 def check_line(what: str, text: str) -> str:
     """Return `text` if it fits on one line of a script; raise `LaunchError`, naming `what` it is, otherwise."""
     if not text.isprintable():
-        raise LaunchError(f"{what} {text!r} contains a line end or another control character: choose another")
+        raise LaunchError(
+            f"{what} {text!r} contains a line end or another control character: choose another"
+        )
     return text
 
 
 def check_variable(where: str, name: str) -> str:
     """Return `name` if it can name an environment variable; raise `LaunchError` otherwise: a script has it."""
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-        raise LaunchError(f"{where}: {name!r} cannot name an environment variable; use letters, digits and _")
+        raise LaunchError(
+            f"{where}: {name!r} cannot name an environment variable; use letters, digits and _"
+        )
     return name
 
 
@@ -66,7 +70,9 @@ def open_run_file(path: Path, mode: str) -> IO[bytes]:
     """
     try:
         # Without O_NONBLOCK the opening of a FIFO waits for its other end.
-        descriptor = os.open(path, FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            path, FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+        )
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise

@@ -21,13 +21,17 @@ def _split(nodes: str) -> list[str]:
     for index, character in enumerate(nodes):
         depth += (character == "[") - (character == "]")
         if depth not in (0, 1):
-            raise LaunchError(f"node list {nodes!r} has unbalanced brackets; it should look like gpu[001-128,130]")
+            raise LaunchError(
+                f"node list {nodes!r} has unbalanced brackets; it should look like gpu[001-128,130]"
+            )
         if character == "," and depth == 0:
             parts.append(nodes[start:index])
             start = index + 1
     parts.append(nodes[start:])
     if depth:
-        raise LaunchError(f"node list {nodes!r} does not close its bracket; it should look like gpu[001-128,130]")
+        raise LaunchError(
+            f"node list {nodes!r} does not close its bracket; it should look like gpu[001-128,130]"
+        )
     return [part.strip() for part in parts if part.strip()]
 
 
@@ -43,7 +47,15 @@ def _numbers(inside: str, part: str) -> list[str]:
     numbers: list[str] = []
     for piece in inside.split(","):
         first, dash, last = piece.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
-            raise LaunchError(f"{piece!r} in node list {part!r} is not a range of numbers such as 001-128")
-        numbers += [str(value).zfill(len(first)) for value in range(int(first), int(last or first) + 1)]
+        if (
+            not first.isdigit()
+            or (dash and not last.isdigit())
+            or (dash and int(last) < int(first))
+        ):
+            raise LaunchError(
+                f"{piece!r} in node list {part!r} is not a range of numbers such as 001-128"
+            )
+        numbers += [
+            str(value).zfill(len(first)) for value in range(int(first), int(last or first) + 1)
+        ]
     return numbers

@@ -21,30 +21,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `xscale launch local`."""
     command.add_config(parser)
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="number of workers; default: the number of visible GPUs, or 1"
+        "--processes",
+        type=int,
+        metavar="N",
+        help="number of workers; default: the number of visible GPUs, or 1",
     )
     parser.add_argument("--port", type=int, help="rendezvous port; default: a free port")
     parser.add_argument(
-        "--grace-seconds", type=float, default=300.0, help="time to save after a signal, before SIGKILL"
+        "--grace-seconds",
+        type=float,
+        default=300.0,
+        help="time to save after a signal, before SIGKILL",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands without starting them")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the commands without starting them"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Start the workers and wait for them. The exit status is the trainer's: 0, 2, 75, or that of the failed worker."""
     config = command.check_config(options.config, options.overrides)
     variables = environment()
-    processes = options.processes if options.processes is not None else max(1, devices.gpus(variables))
+    processes = (
+        options.processes if options.processes is not None else max(1, devices.gpus(variables))
+    )
     if processes < 1:
         raise LaunchError(f"--processes must be at least 1, got {processes}")
-    port = devices.free_port(HOST) if options.port is None else devices.require_free(options.port, HOST)
+    port = (
+        devices.free_port(HOST)
+        if options.port is None
+        else devices.require_free(options.port, HOST)
+    )
     argv = (*plan_query.xscale_command(options.xscale), "train", str(config), *options.overrides)
     logs, temporary = _log_folder(command.override(options.overrides, "run.dir"), options.dry_run)
     workers = [
         Worker(
             rank=rank,
             command=argv,
-            environment=worker_environment(variables, RankEnv(rank, processes, rank, processes, HOST, port), logs),
+            environment=worker_environment(
+                variables, RankEnv(rank, processes, rank, processes, HOST, port), logs
+            ),
             log=None if rank == 0 else logs / f"rank-{rank}.log",
             cpus=cpus_near_gpu(variables, rank),
         )
@@ -54,7 +70,10 @@ def run(options: argparse.Namespace) -> int:
         for worker in workers:
             rank_env = RankEnv(worker.rank, processes, worker.rank, processes, HOST, port)
             shown = worker_settings(variables, rank_env, logs)
-            print(" ".join(f"{name}={value}" for name, value in shown.items()), " ".join(worker.command))
+            print(
+                " ".join(f"{name}={value}" for name, value in shown.items()),
+                " ".join(worker.command),
+            )
         return status.DONE
     if len(workers) > 1:
         make_run_folder(logs.parent, logs.name)

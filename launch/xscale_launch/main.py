@@ -26,15 +26,25 @@ class Verb(NamedTuple):
 def verbs() -> dict[str, Verb]:
     """Return every subcommand by name."""
     return {
-        "local": Verb("start the processes of a run on this machine", local.add_arguments, local.run),
-        "slurm": Verb("submit a Slurm job, a chain of jobs or a sweep", submit.add_arguments, submit.run),
-        "mpi": Verb(
-            "start the processes of a run with mpirun, or with srun in an allocation", mpi.add_arguments, mpi.run
+        "local": Verb(
+            "start the processes of a run on this machine", local.add_arguments, local.run
         ),
-        "status": Verb("show the jobs of a run and its last step", watch.add_status, watch.show_status),
+        "slurm": Verb(
+            "submit a Slurm job, a chain of jobs or a sweep", submit.add_arguments, submit.run
+        ),
+        "mpi": Verb(
+            "start the processes of a run with mpirun, or with srun in an allocation",
+            mpi.add_arguments,
+            mpi.run,
+        ),
+        "status": Verb(
+            "show the jobs of a run and its last step", watch.add_status, watch.show_status
+        ),
         "logs": Verb("show the output of a run", watch.add_logs, watch.show_logs),
         "cancel": Verb("cancel the jobs of a run", watch.add_run, watch.cancel),
-        "requeue": Verb("save a checkpoint and requeue the running job", watch.add_run, watch.requeue),
+        "requeue": Verb(
+            "save a checkpoint and requeue the running job", watch.add_run, watch.requeue
+        ),
         "resume": Verb(
             "submit a run again with its stored code and config; it resumes from its last checkpoint",
             watch.add_resume,
@@ -53,7 +63,9 @@ def main(argv: Sequence[str]) -> int:
         local.say(f"unknown verb {argv[0]!r}; choose from {', '.join(known)}")
         return status.USER_MISTAKE
     verb = known[argv[0]]
-    parser = argparse.ArgumentParser(prog=f"xscale launch {argv[0]}", description=verb.about, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"xscale launch {argv[0]}", description=verb.about, allow_abbrev=False
+    )
     verb.add_arguments(parser)
     try:
         return verb.run(parser.parse_intermixed_args(list(argv[1:])))

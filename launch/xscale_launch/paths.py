@@ -18,7 +18,9 @@ def expand(path: str) -> Path:
     expanded = os.path.expandvars(os.path.expanduser(path))
     if expanded.startswith("~") and not os.path.lexists(expanded):
         name = path.split("/")[0]
-        raise LaunchError(f"{name} is no user with a home folder; for a folder of that name write ./{path}")
+        raise LaunchError(
+            f"{name} is no user with a home folder; for a folder of that name write ./{path}"
+        )
     if variable := VARIABLE.search(expanded):
         raise LaunchError(f"{path}: the variable {variable.group()} of the environment is not set")
     return Path(expanded)

@@ -117,12 +117,16 @@ def find_file(named: Path | None, home: Path, working_folder: Path) -> Path | No
     """Return the file with the profiles, or None; raise `LaunchError` when `named` does not exist."""
     if named is not None:
         if not named.is_file():
-            raise LaunchError(f"file {named} does not exist; start from configs/clusters.example.toml")
+            raise LaunchError(
+                f"file {named} does not exist; start from configs/clusters.example.toml"
+            )
         return named
     for folder in (working_folder, working_folder / "configs", home / ".config" / "xscale"):
         files = [path for name in NAMES if (path := folder / name).is_file()]
         if len(files) > 1:
-            raise LaunchError(f"{folder} has {' and '.join(path.name for path in files)}: keep one of them")
+            raise LaunchError(
+                f"{folder} has {' and '.join(path.name for path in files)}: keep one of them"
+            )
         if files:
             return files[0]
     return None
@@ -132,7 +136,9 @@ def load(path: Path | None, name: str | None) -> Profile:
     """Load the profile `name`, or the file's `default`; without a file or a default, a `Profile()`."""
     if path is None:
         if name is not None:
-            raise LaunchError(f"no clusters.toml was found for --cluster {name}; see configs/clusters.example.toml")
+            raise LaunchError(
+                f"no clusters.toml was found for --cluster {name}; see configs/clusters.example.toml"
+            )
         return Profile()
     content = _content(path)
     default = content.pop("default", None)
@@ -140,14 +146,20 @@ def load(path: Path | None, name: str | None) -> Profile:
         return Profile()
     chosen = str(name if name is not None else default)
     if chosen not in content:
-        raise LaunchError(f"{path} has no cluster {chosen!r}; it has {', '.join(sorted(content)) or 'none'}")
+        raise LaunchError(
+            f"{path} has no cluster {chosen!r}; it has {', '.join(sorted(content)) or 'none'}"
+        )
     typed = as_typed if path.suffix in YAML else _untyped
     profile: Profile = _build(Profile, content[chosen], f"{path}: {chosen}", typed)
     if profile.start not in STARTS:
-        raise LaunchError(f"{path}: {chosen}.start is {profile.start!r}; it can be {', '.join(STARTS)}")
+        raise LaunchError(
+            f"{path}: {chosen}.start is {profile.start!r}; it can be {', '.join(STARTS)}"
+        )
     if profile.container and profile.container.kind not in CONTAINER_KINDS:
         kinds = ", ".join(CONTAINER_KINDS)
-        raise LaunchError(f"{path}: {chosen}.container.kind is {profile.container.kind!r}; it can be {kinds}")
+        raise LaunchError(
+            f"{path}: {chosen}.container.kind is {profile.container.kind!r}; it can be {kinds}"
+        )
     return profile
 
 
@@ -169,7 +181,9 @@ def _read(path: Path) -> str:
         return read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise LaunchError(f"{path} cannot be read: {why}; start from configs/clusters.example.toml") from None
+        raise LaunchError(
+            f"{path} cannot be read: {why}; start from configs/clusters.example.toml"
+        ) from None
 
 
 def _build(kind: Any, content: object, where: str, typed: Typed) -> Any:
@@ -214,7 +228,11 @@ def _untyped(hint: Any, value: Any) -> Any:
 
 def _kind(value: object) -> str:
     """Describe a table or list without its content, which may be secret."""
-    return f"a {'table' if isinstance(value, dict) else 'list'}" if isinstance(value, dict | list) else repr(value)
+    return (
+        f"a {'table' if isinstance(value, dict) else 'list'}"
+        if isinstance(value, dict | list)
+        else repr(value)
+    )
 
 
 def _type_name(kind: type) -> str:

@@ -24,7 +24,9 @@ def code(run: Path, extra: list[Path]) -> Path:
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations:
-            shutil.copytree(next(iter(spec.submodule_search_locations)), part / name, ignore=LEFT_OUT)
+            shutil.copytree(
+                next(iter(spec.submodule_search_locations)), part / name, ignore=LEFT_OUT
+            )
     for path in extra:
         if not path.exists():
             raise LaunchError(f"--with-code {path}: no such module or package")
@@ -50,7 +52,11 @@ def commit() -> str:
     package = Path(__file__).parent
     try:
         head = subprocess.run(
-            ["git", "-C", package, "rev-parse", "HEAD"], capture_output=True, text=True, errors="replace", check=False
+            ["git", "-C", package, "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
         dirty = subprocess.run(
             ["git", "-C", package, "status", "--porcelain", "-uno"],

@@ -103,7 +103,9 @@ class Supervisor:
                 for worker in self._workers:
                     # The trainer compares it with the time that a save may take.
                     variables = {**worker.environment, STOP_VARIABLE: f"{self._timeouts.stop:g}"}
-                    started = start_worker(replace(worker, environment=variables), ignore_usr1=self._signal_children)
+                    started = start_worker(
+                        replace(worker, environment=variables), ignore_usr1=self._signal_children
+                    )
                     self._processes[worker.rank] = started
                 while len(self._codes) < len(self._workers):
                     self._collect()
@@ -138,7 +140,11 @@ class Supervisor:
 
     def _collect(self) -> None:
         """Record the workers that ended, and set the timeout of those still running."""
-        ended = {rank: code for rank in self._running() if (code := self._processes[rank].poll()) is not None}
+        ended = {
+            rank: code
+            for rank in self._running()
+            if (code := self._processes[rank].poll()) is not None
+        }
         self._codes |= ended
         now = time.monotonic()
         # Among workers that ended in one tick, a killed one is the likelier cause than one that lost its peer.
@@ -149,7 +155,11 @@ class Supervisor:
                 self._terminate_at = self._terminate_at or now + self._timeouts.straggler
                 continue
             self._failed_rank = rank
-            wait = self._timeouts.config_error if code == status.USER_MISTAKE else self._timeouts.after_failure
+            wait = (
+                self._timeouts.config_error
+                if code == status.USER_MISTAKE
+                else self._timeouts.after_failure
+            )
             self._terminate_at = now + wait
 
     def _forward_signals(self) -> None:
@@ -160,7 +170,9 @@ class Supervisor:
                 self._kill_at = time.monotonic() + self._timeouts.stop
                 sent = number if number == signal.SIGUSR1 else self._stop_signal
                 hint = "; press Ctrl-C again to kill them" if number == signal.SIGINT else ""
-                self._say(f"{number.name}: signalled {len(self._running())} worker(s) to save and stop{hint}")
+                self._say(
+                    f"{number.name}: signalled {len(self._running())} worker(s) to save and stop{hint}"
+                )
                 self._send(sent)
             elif number not in (signal.SIGUSR1, signal.SIGUSR2):
                 self._kill_at = time.monotonic()
@@ -209,11 +221,17 @@ class Supervisor:
             rank = self._failed_rank
             code = status.from_returncode(self._codes[rank])
             if rank in self._killed:
-                return SupervisorResult(code, f"rank {rank} hung after the other workers had ended", rank)
+                return SupervisorResult(
+                    code, f"rank {rank} hung after the other workers had ended", rank
+                )
             return SupervisorResult(code, f"rank {rank} {status.describe(code)}", rank)
         # Before the trainer installs its handlers, a signal kills a worker at once, which counts as a requested stop.
         requested = {-signal.SIGTERM, -signal.SIGUSR1} if self._stop_requested else set()
-        statuses = {rank: status.from_returncode(code) for rank, code in self._codes.items() if code not in requested}
+        statuses = {
+            rank: status.from_returncode(code)
+            for rank, code in self._codes.items()
+            if code not in requested
+        }
         total = status.worst(statuses.values())
         if self._stop_requested and self._killed and total not in (status.DONE, status.RESUMABLE):
             rank = min(self._killed)
@@ -224,7 +242,9 @@ class Supervisor:
             )
         if total in (status.DONE, status.RESUMABLE):
             return SupervisorResult(
-                status.RESUMABLE if self._stop_requested and len(statuses) < len(self._codes) else total
+                status.RESUMABLE
+                if self._stop_requested and len(statuses) < len(self._codes)
+                else total
             )
         rank = next(rank for rank, code in statuses.items() if code == total)
         return SupervisorResult(total, f"rank {rank} {status.describe(total)}", rank)

@@ -8,7 +8,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 LARGEST = 2**63
 """Integers beyond it are refused: arithmetic with them can fail."""
-NAMES = {str: "a text", int: "an integer", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
+NAMES = {
+    str: "a text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
 
 
 def decode_json(content: bytes | str, kind: Any) -> Any:
@@ -41,9 +48,14 @@ def convert(data: Any, kind: Any, where: str = "it") -> Any:
         return [convert(item, parts[0], f"{where}[{number}]") for number, item in enumerate(data)]
     if origin is tuple and isinstance(data, list) and len(data) == len(parts):
         items = zip(data, parts, strict=True)
-        return tuple(convert(item, part, f"{where}[{number}]") for number, (item, part) in enumerate(items))
+        return tuple(
+            convert(item, part, f"{where}[{number}]") for number, (item, part) in enumerate(items)
+        )
     if origin is dict and isinstance(data, dict):
-        return {_text(key, where): convert(item, parts[1], f"{where}.{key}") for key, item in data.items()}
+        return {
+            _text(key, where): convert(item, parts[1], f"{where}.{key}")
+            for key, item in data.items()
+        }
     if origin is str and isinstance(data, str):
         return _text(data, where)
     if origin in (int, float) and type(data) is int and abs(data) < LARGEST:
@@ -58,7 +70,9 @@ def _build(data: Any, kind: Any, where: str) -> Any:
         raise ValueError(f"{where} is not an object")
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
         if required and field.name not in data:
             raise ValueError(f"{where} lacks '{field.name}'")
     known = [field.name for field in dataclasses.fields(kind) if field.name in data]

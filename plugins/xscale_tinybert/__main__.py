@@ -23,23 +23,37 @@ def augment(
     config: ConfigFile,
     overrides: Overrides = None,
     *,
-    output: Annotated[Path, typer.Option(help="File to write, JSON lines; an interrupted job resumes.", parser=path)],
+    output: Annotated[
+        Path,
+        typer.Option(help="File to write, JSON lines; an interrupted job resumes.", parser=path),
+    ],
     model: Annotated[
         Path,
-        typer.Option(help="Run of a masked language model, such as BERT.", autocompletion=complete_run, parser=path),
+        typer.Option(
+            help="Run of a masked language model, such as BERT.",
+            autocompletion=complete_run,
+            parser=path,
+        ),
     ],
     vectors: Annotated[
         Path | None,
-        typer.Option(help="Text file of word vectors, such as GloVe's; default: such words stay.", parser=path),
+        typer.Option(
+            help="Text file of word vectors, such as GloVe's; default: such words stay.",
+            parser=path,
+        ),
     ] = None,
     copies: Annotated[int, typer.Option(min=1, help="New examples of each example.")] = 20,
-    probability: Annotated[float, typer.Option(min=0, max=1, help="Probability that a word is replaced.")] = 0.4,
+    probability: Annotated[
+        float, typer.Option(min=0, max=1, help="Probability that a word is replaced.")
+    ] = 0.4,
     candidates: Annotated[int, typer.Option(min=1, help="Candidates for a word.")] = 15,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     # As in `xscale_tinybert.augment`, which imports numpy.
     context: Annotated[
         Literal["augmented", "original"],
-        typer.Option(help="Text that the model reads: with the words replaced so far, or the original (faster)."),
+        typer.Option(
+            help="Text that the model reads: with the words replaced so far, or the original (faster)."
+        ),
     ] = "augmented",
     batch_size: Annotated[int, typer.Option(min=1, help="Texts in a forward of the model.")] = 32,
     plugins: Plugins = False,
@@ -55,7 +69,9 @@ def augment(
 
     settings = Augmentation(copies, probability, candidates, seed, context)
     data = data_config(config, overrides)
-    for line in augment_data(AugmentRequest(data, output, model, vectors, settings, batch_size, plugins)):
+    for line in augment_data(
+        AugmentRequest(data, output, model, vectors, settings, batch_size, plugins)
+    ):
         print(line)
 
 

@@ -143,7 +143,9 @@ class Augmenter:
     def _candidates(self, copies: Sequence[_Copy], index: int) -> Iterator[list[str]]:
         """Yield the candidates for word `index` of each of the copies."""
         # Copies whose earlier words are the same have the same query; so have all of them in the original's context.
-        read = [copy.text if self.settings.context == "augmented" else copy.original for copy in copies]
+        read = [
+            copy.text if self.settings.context == "augmented" else copy.original for copy in copies
+        ]
         texts = [str(text) for text in read]
         by_text = dict(zip(texts, read, strict=True))
         queries = {text: self._query(text, words.span(index)) for text, words in by_text.items()}
@@ -156,7 +158,11 @@ class Augmenter:
                 yield [self.vocabulary.words[token] for token in filled[text]]
             else:
                 word = words.words[index]
-                near = [] if self.vectors is None else self.vectors.nearest(word, self.settings.candidates)
+                near = (
+                    []
+                    if self.vectors is None
+                    else self.vectors.nearest(word, self.settings.candidates)
+                )
                 self.counts.by_vectors += bool(near)
                 self.counts.without_vector += not near
                 yield near
@@ -165,7 +171,9 @@ class Augmenter:
         """Return the query for the word of the characters `span`; None: it is not a single piece."""
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         start, stop = span
-        tokens = [number for number, (first, last) in enumerate(offsets) if first < stop and last > start]
+        tokens = [
+            number for number, (first, last) in enumerate(offsets) if first < stop and last > start
+        ]
         if len(tokens) != 1 or ids[tokens[0]] not in self.vocabulary.forms:
             return None
         first, last = offsets[tokens[0]]

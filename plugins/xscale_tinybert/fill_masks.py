@@ -34,13 +34,21 @@ class MaskFiller:
         """
         self.model.eval()
         filled: list[list[int]] = [[]] * len(words)
-        for batch in batches_of_one_length(self.model, [len(word.ids) for word in words], self.rows):
+        for batch in batches_of_one_length(
+            self.model, [len(word.ids) for word in words], self.rows
+        ):
             ids = torch.tensor([words[row].ids for row in batch], device=self.device)  # [B, T]
             positions = torch.tensor([words[row].position for row in batch], device=self.device)
             logits: Tensor = self.model(Tokens.from_ids(ids), None, None)  # [B, T, V]
-            at_masks = logits[torch.arange(len(batch), device=self.device), positions].cpu()  # [B, V]
+            at_masks = logits[
+                torch.arange(len(batch), device=self.device), positions
+            ].cpu()  # [B, V]
             if not at_masks.isfinite().all():
-                raise ConfigError("--model", "its logits are not finite", "Take a checkpoint of before it diverged.")
+                raise ConfigError(
+                    "--model",
+                    "its logits are not finite",
+                    "Take a checkpoint of before it diverged.",
+                )
             for row, scores in zip(batch, at_masks, strict=True):
                 allowed = torch.from_numpy(words[row].allowed)
                 best = scores[allowed].topk(min(count, len(allowed))).indices
@@ -56,11 +64,21 @@ def check_fills_masks(settings: Settings, tokenizer: Tokenizer, path: str) -> li
         reads = "reads a source beside the text" if entry.traits.source else "sees no later words"
         return [Problem(path, f"the model '{entry.name}' {reads}", "Take the run of an encoder.")]
     if objective.traits.causal is not False or objective.traits.source:
-        able = [part.name for part in OBJECTIVES if part.traits.causal is False and not part.traits.source]
+        able = [
+            part.name
+            for part in OBJECTIVES
+            if part.traits.causal is False and not part.traits.source
+        ]
         what = f"the objective '{objective.name}' does not train the model to predict masked words"
         return [Problem(path, what, f"Take a run of one of: {', '.join(able)}.")]
     if tokenizer.mask is None:
-        return [Problem(path, "the run's tokenizer has no mask token", "Name one: data.tokenizer.mask in its config.")]
+        return [
+            Problem(
+                path,
+                "the run's tokenizer has no mask token",
+                "Name one: data.tokenizer.mask in its config.",
+            )
+        ]
     return []
 
 

@@ -33,13 +33,17 @@ class ResumableFile:
     def __enter__(self) -> "ResumableFile":
         """Open the file. ConfigError when it is complete, another process writes it, or it has another request."""
         if self.path.exists():
-            raise ConfigError(str(self.path), "the file exists already", "Remove it, or name another one.")
+            raise ConfigError(
+                str(self.path), "the file exists already", "Remove it, or name another one."
+            )
         with reporting_full_disk(self.path, FULL_DISK):
             try:
                 self.lock.acquire()
             except LockedError as error:
                 what = f"{str(error) or 'another process'} writes the file"
-                raise ConfigError(str(self.path), what, "Wait for it, or name another file.") from None
+                raise ConfigError(
+                    str(self.path), what, "Wait for it, or name another file."
+                ) from None
             try:
                 self._file = self._open()
             except BaseException:
@@ -62,8 +66,14 @@ class ResumableFile:
         changed = sorted(key for key in keys if request.get(key) != self.request.get(key))
         if changed or file.seek(0, os.SEEK_END) < size:
             file.close()
-            what = f"it was begun with another {', '.join(changed)}" if changed else f"it has less than {size} bytes"
-            raise ConfigError(str(self.partial), what, f"{'Give the same, or r' if changed else 'R'}{fix[1:]}")
+            what = (
+                f"it was begun with another {', '.join(changed)}"
+                if changed
+                else f"it has less than {size} bytes"
+            )
+            raise ConfigError(
+                str(self.partial), what, f"{'Give the same, or r' if changed else 'R'}{fix[1:]}"
+            )
         # Text after the saved state is of a job that was interrupted before it saved the next.
         file.truncate(size)
         file.seek(size)
@@ -88,7 +98,10 @@ class ResumableFile:
         remove_file(self.progress.parent, self.progress.name)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._file is not None, "the context is not entered"
         self._file.close()

@@ -66,7 +66,11 @@ def read_word_vectors(file: Path) -> WordVectors:
                 words[word] = None
                 rows.append(values)
     if not rows:
-        raise ConfigError(str(file), "the file has no vector of a word", "Give one of lines `word number number ...`.")
+        raise ConfigError(
+            str(file),
+            "the file has no vector of a word",
+            "Give one of lines `word number number ...`.",
+        )
     return WordVectors(list(words), np.stack(rows))
 
 
@@ -79,11 +83,19 @@ def _entry(line: bytes, dims: int, where: str) -> tuple[str, NDArray[np.float32]
         word = cells[0].decode("utf-8") if cells else ""
         values = np.array(cells[1:], dtype=np.float32)
     except UnicodeDecodeError:
-        raise ConfigError(where, "the word is not UTF-8 text", "Convert it (iconv -t utf-8).") from None
+        raise ConfigError(
+            where, "the word is not UTF-8 text", "Convert it (iconv -t utf-8)."
+        ) from None
     except ValueError:
-        raise ConfigError(where, f"the last {dims} entries of the line are not all numbers", fix) from None
+        raise ConfigError(
+            where, f"the last {dims} entries of the line are not all numbers", fix
+        ) from None
     if not dims or len(values) != dims:
-        what = f"the line has {len(values)} numbers, and those before it {dims}" if dims else "the line has no number"
+        what = (
+            f"the line has {len(values)} numbers, and those before it {dims}"
+            if dims
+            else "the line has no number"
+        )
         raise ConfigError(where, what, fix)
     if not np.isfinite(values).all():
         raise ConfigError(where, "a number of the vector is not finite", "Take the entry out.")

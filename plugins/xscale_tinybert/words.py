@@ -25,12 +25,15 @@ class WordText:
         return cls(WORD.findall(text), WORD.split(text))
 
     def __str__(self) -> str:
-        return self.gaps[0] + "".join(word + gap for word, gap in zip(self.words, self.gaps[1:], strict=True))
+        return self.gaps[0] + "".join(
+            word + gap for word, gap in zip(self.words, self.gaps[1:], strict=True)
+        )
 
     def span(self, index: int) -> tuple[int, int]:
         """Return the characters [start, stop) of word `index`."""
         start = len(self.gaps[0]) + sum(
-            len(word) + len(gap) for word, gap in zip(self.words[:index], self.gaps[1:], strict=False)
+            len(word) + len(gap)
+            for word, gap in zip(self.words[:index], self.gaps[1:], strict=False)
         )
         return start, start + len(self.words[index])
 

@@ -80,7 +80,9 @@ def exponent(lengths: Sequence[int], values: Sequence[float]) -> float:
     """Exponent of a power law, by least squares on the logarithms."""
     points = [(math.log(x), math.log(y)) for x, y in zip(lengths, values, strict=True)]
     x0, y0 = (sum(coordinates) / len(points) for coordinates in zip(*points, strict=True))
-    slope: float = sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
+    slope: float = sum((x - x0) * (y - y0) for x, y in points) / sum(
+        (x - x0) ** 2 for x, _ in points
+    )
     return slope
 
 
@@ -90,7 +92,11 @@ def cases() -> Iterator[tuple[str, Any, bool]]:
         if core.part is not BlockSparse:
             yield core.name, core.part.Config(), core.traits.causal
     for pattern in PATTERNS:
-        yield f"block_sparse {pattern.name}", BlockSparse.Config(pattern=pattern.part.Config()), pattern.traits.causal
+        yield (
+            f"block_sparse {pattern.name}",
+            BlockSparse.Config(pattern=pattern.part.Config()),
+            pattern.traits.causal,
+        )
     for mixer in MIXERS:
         holds_core = issubclass(mixer.part, Attention) or "core" in mixer.part.Config.model_fields
         # Luna's packed sequence, and so its cost, is a part of the sequence; a Fourier transform has no multiply-adds.
@@ -124,31 +130,43 @@ def multiply_adds(config: Any, length: int, causal: bool, heads: int) -> float:
     with torch.device("meta"):
         mixer = mixer_of(config, length, causal, heads)
     axes = parameter_axes(mixer)
-    weights = sum(value.numel() for name, value in mixer.named_parameters() if "tokens" not in axes[name])
+    weights = sum(
+        value.numel() for name, value in mixer.named_parameters() if "tokens" not in axes[name]
+    )
     parts = [module for module in mixer.modules() if isinstance(module, Mixer)]
     return float(weights * length + sum(part.multiply_adds(length, length) for part in parts))
 
 
-def core_run(config: Any, length: int, causal: bool, heads: int, on: BenchDevice = CPU) -> Callable[[], object]:
+def core_run(
+    config: Any, length: int, causal: bool, heads: int, on: BenchDevice = CPU
+) -> Callable[[], object]:
     """Return a call that runs a core forward and backward."""
     core = core_of(config, length, causal, heads, on)
     mask = AttentionMask(length, length, causal, device=on.device)
     return forward_backward(lambda q, k, v: core(q, k, v, mask), inputs(length, heads, on))
 
 
-def mixer_run(config: Any, length: int, causal: bool, heads: int, on: BenchDevice = CPU) -> Callable[[], object]:
+def mixer_run(
+    config: Any, length: int, causal: bool, heads: int, on: BenchDevice = CPU
+) -> Callable[[], object]:
     """Return a call that runs a mixer forward and backward."""
     mixer = mixer_of(config, length, causal, heads)
     materialize(mixer, 0, str(on.device), on.dtype)
     tokens = Tokens.from_ids(torch.zeros(1, length, dtype=torch.long, device=on.device))
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, length, heads * WIDTH, generator=generator).to(on.device, on.dtype).requires_grad_()
+    x = (
+        torch.randn(1, length, heads * WIDTH, generator=generator)
+        .to(on.device, on.dtype)
+        .requires_grad_()
+    )
     return forward_backward(lambda x: mixer(x, tokens), [x])
 
 
 def mixer_of(config: Any, length: int, causal: bool, heads: int) -> Mixer:
     """Build the mixer in evaluation mode, without values."""
-    mixer: Mixer = MIXERS.build(config, Dims(heads * WIDTH, depth=1, vocabulary=2, length=length, causal=causal))
+    mixer: Mixer = MIXERS.build(
+        config, Dims(heads * WIDTH, depth=1, vocabulary=2, length=length, causal=causal)
+    )
     name_modules(mixer)
     return mixer.eval()
 
@@ -174,13 +192,17 @@ def forward_backward(attend: Callable[..., Tensor], qkv: Sequence[Tensor]) -> Ca
     return lambda: torch.autograd.grad(attend(*qkv), qkv, gradient)
 
 
-def seconds_of(runs: dict[str, Callable[[], object]], on: BenchDevice = CPU, repeats: int = 3) -> dict[str, float]:
+def seconds_of(
+    runs: dict[str, Callable[[], object]], on: BenchDevice = CPU, repeats: int = 3
+) -> dict[str, float]:
     """Seconds of each run; the runs alternate, after one warm-up."""
     timings = alternate(runs, on.clock, repeats)
     return {name: on.seconds(timings, name) for name in runs}
 
 
-def savings(pattern: Pattern.Config, heads: int, repeats: int = 5, on: BenchDevice = CPU) -> list[Saving]:
+def savings(
+    pattern: Pattern.Config, heads: int, repeats: int = 5, on: BenchDevice = CPU
+) -> list[Saving]:
     """Compare a pattern with torch's fused attention, dense and under the pattern's mask, and with stored scores.
 
     On a GPU each backend of torch's attention is a baseline.
@@ -198,12 +220,16 @@ def savings(pattern: Pattern.Config, heads: int, repeats: int = 5, on: BenchDevi
         def masked(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor = attn_mask) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
 
-        def sparse(q: Tensor, k: Tensor, v: Tensor, core: Core = core, mask: AttentionMask = mask) -> Tensor:
+        def sparse(
+            q: Tensor, k: Tensor, v: Tensor, core: Core = core, mask: AttentionMask = mask
+        ) -> Tensor:
             out: Tensor = core(q, k, v, mask)
             return out
 
         def scores(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor = attn_mask) -> Tensor:
-            weights: Tensor = (q @ k.mT * WIDTH**-0.5).masked_fill(~attn_mask, -math.inf).softmax(-1)
+            weights: Tensor = (
+                (q @ k.mT * WIDTH**-0.5).masked_fill(~attn_mask, -math.inf).softmax(-1)
+            )
             return weights @ v
 
         implementations: dict[str, Callable[..., Tensor]] = {
@@ -217,7 +243,13 @@ def savings(pattern: Pattern.Config, heads: int, repeats: int = 5, on: BenchDevi
         bytes_ = {name: peak_bytes(run, on.device.type) for name, run in runs.items()}
         density = pattern_density(pattern, DENSE, causal, heads)
         measured += [
-            Saving(name, causal, density, times[name] / times["sparse"], bytes_["sparse"] / bytes_[name])
+            Saving(
+                name,
+                causal,
+                density,
+                times[name] / times["sparse"],
+                bytes_["sparse"] / bytes_[name],
+            )
             for name in list(implementations)[1:]
         ]
     return measured
@@ -226,18 +258,26 @@ def savings(pattern: Pattern.Config, heads: int, repeats: int = 5, on: BenchDevi
 def check_lengths(lengths: Sequence[int]) -> Sequence[int]:
     """Return the lengths; ConfigError if no growth can be measured over them."""
     if len(lengths) < 2 or min(lengths) < 64 or len(set(lengths)) < len(lengths):
-        raise ConfigError("--lengths", "scaling needs at least two different lengths of 64 or more", "4096,8192,16384")
+        raise ConfigError(
+            "--lengths",
+            "scaling needs at least two different lengths of 64 or more",
+            "4096,8192,16384",
+        )
     return lengths
 
 
-def sdpa_sides(backends: Iterable[str] = SDPA_BACKENDS, causal: bool = True) -> dict[str, Callable[..., Tensor]]:
+def sdpa_sides(
+    backends: Iterable[str] = SDPA_BACKENDS, causal: bool = True
+) -> dict[str, Callable[..., Tensor]]:
     """Return torch's fused attention, and the same by each named backend, as functions of q, k and v.
 
     A backend that cannot run the call raises UnusableError with the reason that torch logs.
     """
 
     def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
     def by(backend: SDPBackend) -> Callable[..., Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -254,11 +294,15 @@ def sdpa_sides(backends: Iterable[str] = SDPA_BACKENDS, causal: bool = True) -> 
     return {"fused": fused, **{f"fused, {name}": by(SDPA_BACKENDS[name]) for name in backends}}
 
 
-def bench(only: Sequence[str], lengths: Sequence[int], heads: int, on: BenchDevice = CPU, *, as_json: bool) -> None:
+def bench(
+    only: Sequence[str], lengths: Sequence[int], heads: int, on: BenchDevice = CPU, *, as_json: bool
+) -> None:
     """Print how each case's cost scales and what a window saves; ConfigError for an unknown case."""
     known = {name: (config, causal) for name, config, causal in cases()}
     if unknown := [name for name in only if name not in known]:
-        raise ConfigError(unknown[0], "there is no such core, pattern or mixer", nearest(unknown[0], known))
+        raise ConfigError(
+            unknown[0], "there is no such core, pattern or mixer", nearest(unknown[0], known)
+        )
     check_lengths(lengths)
     with one_thread():
         rows = []
@@ -268,7 +312,11 @@ def bench(only: Sequence[str], lengths: Sequence[int], heads: int, on: BenchDevi
                 print(_line(rows[-1]), flush=True)
         saved = [] if only else savings(Window.Config(window=7), heads=4, on=on)
     if as_json:
-        print(json.dumps({"growth": list(map(asdict, rows)), "savings": list(map(asdict, saved))}, indent=2))
+        print(
+            json.dumps(
+                {"growth": list(map(asdict, rows)), "savings": list(map(asdict, saved))}, indent=2
+            )
+        )
         return
     for saving in saved:
         order = "causal" if saving.causal else "bidirectional"

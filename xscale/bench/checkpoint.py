@@ -14,7 +14,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 from xscale.bench.harness.timing import Sample, alternate, host_clock
 from xscale.checkpoint.async_saver import AsyncSaver
 from xscale.checkpoint.disk import Disk, HashingFile, format_bytes
-from xscale.checkpoint.planner import Box, CheckpointPlan, divide_plans, paused_garbage_collection, write_items
+from xscale.checkpoint.planner import (
+    Box,
+    CheckpointPlan,
+    divide_plans,
+    paused_garbage_collection,
+    write_items,
+)
 from xscale.checkpoint.save import save
 from xscale.core.files.file_safety import remove_folder
 from xscale.mesh.consensus import Result
@@ -82,7 +88,12 @@ class Stall:
 
 
 def stall(
-    folder: Path, *, megabytes: int = 256, repeats: int = 9, work_seconds: float = 0.5, device: str = "cpu"
+    folder: Path,
+    *,
+    megabytes: int = 256,
+    repeats: int = 9,
+    work_seconds: float = 0.5,
+    device: str = "cpu",
 ) -> Stall:
     """Save float32 tensors of `megabytes` in a temporary subfolder of `folder`, `repeats` times with each kind of save.
 
@@ -95,7 +106,9 @@ def stall(
     saver = AsyncSaver(checkpoints, keep_last=1)
 
     def blocking(disk: Disk) -> Sample:
-        return clock(lambda: save(checkpoints, next(steps), tensors, {}, {}, keep_last=1, disk=disk))
+        return clock(
+            lambda: save(checkpoints, next(steps), tensors, {}, {}, keep_last=1, disk=disk)
+        )
 
     def hashed() -> Sample:
         disk = _Timed()
@@ -171,11 +184,15 @@ def first_plan(boxes: int = PLAN_BOXES, repeats: int = 5) -> FirstPlan:
     def payload(rank: int) -> bytes:
         box = Box(local, (64 * ranks, 1024), (64 * rank, 0))
         names = [f"model.stack.blocks.{number}.ffn.up.weight" for number in range(BOXES_OF_A_RANK)]
-        return pickle.dumps(Result(SavePlan([item for name in names for item in write_items(name, box)])))
+        return pickle.dumps(
+            Result(SavePlan([item for name in names for item in write_items(name, box)]))
+        )
 
     payloads = [payload(rank) for rank in range(ranks)]
     rounds = [_time_plan(payloads) for _ in range(repeats)]
-    return FirstPlan(ranks * BOXES_OF_A_RANK, ranks, *map(statistics.median, zip(*rounds, strict=True)))
+    return FirstPlan(
+        ranks * BOXES_OF_A_RANK, ranks, *map(statistics.median, zip(*rounds, strict=True))
+    )
 
 
 def _time_plan(payloads: list[bytes]) -> tuple[float, float, float]:
@@ -194,10 +211,16 @@ def _time_plan(payloads: list[bytes]) -> tuple[float, float, float]:
 def show_plan(plan: FirstPlan) -> str:
     """Format the seconds of the first plan."""
     limit = f" of at most {PLAN_SECONDS:g} s" if plan.boxes == PLAN_BOXES else ""
-    rows = [("gather (unpickle)", plan.gather), ("plan", plan.plan), ("scatter (pickle)", plan.scatter)]
+    rows = [
+        ("gather (unpickle)", plan.gather),
+        ("plan", plan.plan),
+        ("scatter (pickle)", plan.scatter),
+    ]
     lines = [f"  {name:<36} {seconds * 1000:>10.1f} ms" for name, seconds in rows]
     head = f"plan of the first save on rank 0, {plan.boxes:,} boxes of {plan.ranks:,} ranks, without the network"
-    return "\n".join([head, f"{'all of it':<38} {plan.seconds * 1000:>10.1f} ms {limit}".rstrip(), *lines])
+    return "\n".join(
+        [head, f"{'all of it':<38} {plan.seconds * 1000:>10.1f} ms {limit}".rstrip(), *lines]
+    )
 
 
 def show(stall: Stall) -> str:
@@ -211,5 +234,7 @@ def show(stall: Stall) -> str:
         ("async, blocking copy", stall.at_once, f"{stall.synchronous / stall.at_once:.0f}x less"),
         ("async, copy overlaps the next step", stall.background, f"{stall.ratio:.0f}x less"),
     ]
-    lines = [f"{name:<38} {seconds * 1000:>10.1f} ms  {note}".rstrip() for name, seconds, note in rows]
+    lines = [
+        f"{name:<38} {seconds * 1000:>10.1f} ms  {note}".rstrip() for name, seconds, note in rows
+    ]
     return "\n".join([f"stall of the training loop for a save of {size}", *lines])

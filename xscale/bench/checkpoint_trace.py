@@ -52,16 +52,25 @@ def trace_steps(settings: Settings, steps: int, every: int) -> StepTrace:
     """Train for `steps` steps with a save each `every` steps; return the times. ConfigError for too few of them."""
     if every < WARMUP + 3 or steps < 2 * every:
         what = f"{steps} steps with a save each {every} do not show steps before and after one"
-        raise ConfigError("--steps", what, f"Take {WARMUP + 3} or more for --every, and twice that for --steps.")
+        raise ConfigError(
+            "--steps", what, f"Take {WARMUP + 3} or more for --every, and twice that for --steps."
+        )
     data = encode(settings)
-    data["train"] |= {"steps": steps + every, "stop_after": steps, "eval_every": 0, "baseline": False}
+    data["train"] |= {
+        "steps": steps + every,
+        "stop_after": steps,
+        "eval_every": 0,
+        "baseline": False,
+    }
     data["checkpoint"] |= {"every_steps": every, "keep_last": 1}
     data["observe"] |= {"every_steps": 1}
     data["run"] |= {"fresh": True}
     status = train(decode(type(settings), data))
     rows = [row for row in read(Path(settings.run.dir) / METRICS_FILE) if "step_seconds" in row]
     if len(rows) < steps:
-        raise FaultError(f"the run ended with status {status} (not {EXIT_DONE}) after {len(rows)} of {steps} steps")
+        raise FaultError(
+            f"the run ended with status {status} (not {EXIT_DONE}) after {len(rows)} of {steps} steps"
+        )
     return trace_of([row["seconds"] for row in rows], every)
 
 

@@ -27,7 +27,9 @@ class Comparison(Config):
     """Config of the run that all variants override; a path relative to this file."""
     dir: PathText = "runs/compare"
     """Folder of the runs, the table and the figure."""
-    seeds: tuple[Annotated[int, pydantic.Field(ge=0)], ...] = pydantic.Field(default=(0, 1, 2), min_length=1)
+    seeds: tuple[Annotated[int, pydantic.Field(ge=0)], ...] = pydantic.Field(
+        default=(0, 1, 2), min_length=1
+    )
     """Each variant is trained once per seed."""
     reference: str
     """Variant whose final validation loss is the target of the others."""
@@ -51,13 +53,23 @@ def read_comparison(file: Path) -> Comparison:
     except OSError as error:
         raise ConfigError(str(file), f"the comparison cannot be read: {error.strerror}") from None
     if not isinstance(data, dict):
-        raise ConfigError(str(file), "a comparison is a mapping", "For an example see configs/compare/experts.yaml.")
+        raise ConfigError(
+            str(file),
+            "a comparison is a mapping",
+            "For an example see configs/compare/experts.yaml.",
+        )
     comparison = decode(Comparison, data)
     if comparison.reference not in comparison.variants:
         what = f"there is no variant '{comparison.reference}'"
-        raise ConfigError("reference", what, nearest(comparison.reference, list(comparison.variants)))
+        raise ConfigError(
+            "reference", what, nearest(comparison.reference, list(comparison.variants))
+        )
     if len({slug(name) for name in comparison.variants}) < len(comparison.variants):
-        raise ConfigError("variants", "two of these names give the same folder", "Use names that differ in letters.")
+        raise ConfigError(
+            "variants",
+            "two of these names give the same folder",
+            "Use names that differ in letters.",
+        )
     return comparison.model_copy(update={"run": str(file.parent / comparison.run)})
 
 
@@ -83,7 +95,9 @@ class LossCurve:
             if current <= loss:
                 if before is None or not math.isfinite(before[1]):
                     return float(tokens)
-                fraction = (before[1] - loss) / (before[1] - current) if before[1] > current else 1.0
+                fraction = (
+                    (before[1] - loss) / (before[1] - current) if before[1] > current else 1.0
+                )
                 return before[0] + fraction * (tokens - before[0])
             before = (tokens, current)
         return None
@@ -102,7 +116,9 @@ def read_curve(folder: Path) -> LossCurve:
             loss = item["eval_loss"]
             evaluations.append((tokens[item["step"]], math.inf if loss is None else loss))
     if not evaluations:
-        raise FaultError(f"{folder}: no evaluation in {METRICS_FILE}; delete the folder to train it again")
+        raise FaultError(
+            f"{folder}: no evaluation in {METRICS_FILE}; delete the folder to train it again"
+        )
     losses = [loss for _, loss in evaluations]
     smooth = [fmean(losses[max(0, at + 1 - SPAN) : at + 1]) for at in range(len(losses))]
     return LossCurve([count for count, _ in evaluations], smooth)
@@ -149,19 +165,30 @@ def variant_results(
     for name, of_variant in curves.items():
         tokens: list[float | None] = []
         for curve, reference_curve in zip(of_variant, curves[reference], strict=True):
-            goal, reached = reference_curve.reaches(reference_curve.last), curve.reaches(reference_curve.last)
+            goal, reached = (
+                reference_curve.reaches(reference_curve.last),
+                curve.reaches(reference_curve.last),
+            )
             assert goal is not None
             tokens.append(None if reached is None else reached / goal)
         variant_speed, reference_speed = speeds[name], speeds[reference]
         time = _times(tokens, reference_speed.tokens_per_second, variant_speed.tokens_per_second)
-        busy = _times(tokens, reference_speed.tokens_per_processor_second, variant_speed.tokens_per_processor_second)
+        busy = _times(
+            tokens,
+            reference_speed.tokens_per_processor_second,
+            variant_speed.tokens_per_processor_second,
+        )
         results.append(
-            VariantResult(name, of_variant, *sizes[name], variant_speed.tokens_per_second, tokens, time, busy)
+            VariantResult(
+                name, of_variant, *sizes[name], variant_speed.tokens_per_second, tokens, time, busy
+            )
         )
     return results
 
 
-def _times(ratios: list[float | None], reference: float | None, variant: float | None) -> list[float | None]:
+def _times(
+    ratios: list[float | None], reference: float | None, variant: float | None
+) -> list[float | None]:
     """Convert ratios of tokens to ratios of time, given the tokens per second of the reference and of the variant."""
     if reference is None or variant is None:
         return [None] * len(ratios)
@@ -171,10 +198,21 @@ def _times(ratios: list[float | None], reference: float | None, variant: float |
 def table(results: list[VariantResult], reference: str) -> str:
     """Format one line per variant: mean, minimum and maximum over the seeds."""
     width = max(len(result.name) for result in results)
-    heads = ("parameters", "active", "last validation loss", "tokens/s", "tokens to ref. loss", "time to ref. loss")
-    on_cpu = any(None not in result.processor_ratio for result in results if result.name == reference)
+    heads = (
+        "parameters",
+        "active",
+        "last validation loss",
+        "tokens/s",
+        "tokens to ref. loss",
+        "time to ref. loss",
+    )
+    on_cpu = any(
+        None not in result.processor_ratio for result in results if result.name == reference
+    )
     seeds = len(results[0].curves)
-    lines = [f"compared with {reference}, {seeds} seed{'s' if seeds > 1 else ''}; mean (min to max)"]
+    lines = [
+        f"compared with {reference}, {seeds} seed{'s' if seeds > 1 else ''}; mean (min to max)"
+    ]
     lines.append(
         f"{'':<{width}}  {heads[0]:>10}  {heads[1]:>8}  {heads[2]:<24}  {heads[3]:>8}  {heads[4]:<22}  "
         f"{heads[5]:<22}{'  CPU time to ref. loss' if on_cpu else ''}"
@@ -184,7 +222,8 @@ def table(results: list[VariantResult], reference: str) -> str:
         lines.append(
             f"{result.name:<{width}}  {result.parameters / 1e6:>9.2f}M  {result.active / 1e6:>7.2f}M  {losses:<24}  "
             f"{result.tokens_per_second:>8,.0f}  {_spread(result.tokens_ratio, 2):<22}  "
-            f"{_spread(result.time_ratio, 2):<22}" + (f"  {_spread(result.processor_ratio, 2)}" if on_cpu else "")
+            f"{_spread(result.time_ratio, 2):<22}"
+            + (f"  {_spread(result.processor_ratio, 2)}" if on_cpu else "")
         )
     return "\n".join(lines)
 
@@ -201,10 +240,16 @@ def figure(results: list[VariantResult], reference: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(10, 4), layout="constrained")
-    for axes, label in zip(drawing.subplots(1, 2, sharey=True), ("tokens", "seconds of training"), strict=True):
+    for axes, label in zip(
+        drawing.subplots(1, 2, sharey=True), ("tokens", "seconds of training"), strict=True
+    ):
         for result in results:
             tokens = result.curves[0].tokens
-            x = tokens if label == "tokens" else [count / result.tokens_per_second for count in tokens]
+            x = (
+                tokens
+                if label == "tokens"
+                else [count / result.tokens_per_second for count in tokens]
+            )
             losses_of_step = list(zip(*(curve.losses for curve in result.curves), strict=True))
             (line,) = axes.plot(x, [fmean(losses) for losses in losses_of_step], label=result.name)
             axes.fill_between(
@@ -214,7 +259,9 @@ def figure(results: list[VariantResult], reference: str, path: Path) -> None:
                 color=line.get_color(),
                 alpha=0.15,
             )
-        goal = fmean(curve.last for result in results if result.name == reference for curve in result.curves)
+        goal = fmean(
+            curve.last for result in results if result.name == reference for curve in result.curves
+        )
         axes.axhline(goal, color="grey", linewidth=0.8, linestyle="--")
         axes.set_ylim(top=goal + 1.2)
         axes.set_xlabel(label)

@@ -59,11 +59,18 @@ class DecodeSizes:
         problems = []
         for name, value in asdict(self).items():
             if value < (least := {"vocabulary": 8, "tokens": 2}.get(name, 1)):
-                problems.append(Problem(f"--{name.replace('_', '-')}", f"must be at least {least}, got {value}"))
-        for name, value, divisor in (("width", self.width, self.heads), ("heads", self.heads, self.kv_heads)):
+                problems.append(
+                    Problem(f"--{name.replace('_', '-')}", f"must be at least {least}, got {value}")
+                )
+        for name, value, divisor in (
+            ("width", self.width, self.heads),
+            ("heads", self.heads, self.kv_heads),
+        ):
             if not problems and value % divisor:
                 what = f"{value} is not a multiple of {divisor}"
-                problems.append(Problem(f"--{name}", what, f"Take {divisor * max(1, value // divisor)}."))
+                problems.append(
+                    Problem(f"--{name}", what, f"Take {divisor * max(1, value // divisor)}.")
+                )
         if not problems and self.top_k > self.experts:
             what = f"top_k={self.top_k} exceeds experts={self.experts}"
             problems.append(Problem("--top-k", what, f"Take 1 to {self.experts}."))
@@ -85,7 +92,11 @@ def _llama(sizes: DecodeSizes) -> dict[str, Any]:
 
 
 def _mixtral(sizes: DecodeSizes) -> dict[str, Any]:
-    experts = {"num_local_experts": sizes.experts, "num_experts_per_tok": sizes.top_k, "sliding_window": None}
+    experts = {
+        "num_local_experts": sizes.experts,
+        "num_experts_per_tok": sizes.top_k,
+        "sliding_window": None,
+    }
     return _llama(sizes) | experts
 
 
@@ -138,7 +149,9 @@ class DecodePair:
     def prompt(self) -> Tensor:
         """Return the ids [T] that both continue, or encode."""
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(2, self.sizes.vocabulary, (self.sizes.prompt,), generator=generator).to(self.device)
+        return torch.randint(
+            2, self.sizes.vocabulary, (self.sizes.prompt,), generator=generator
+        ).to(self.device)
 
     def generate_by_xscale(self) -> list[int]:
         """Generate the likeliest tokens."""
@@ -147,12 +160,19 @@ class DecodePair:
             ids, source = torch.zeros(1, dtype=torch.int64, device=self.device), ids
         # As `xscale generate` does.
         with torch.inference_mode():
-            generated: Tensor = generate(self.xscale, ids, self.sizes.tokens, end=-1, temperature=0, source=source)
+            generated: Tensor = generate(
+                self.xscale, ids, self.sizes.tokens, end=-1, temperature=0, source=source
+            )
         return list(generated.tolist())
 
     def generate_by_transformers(self) -> list[int]:
         """Generate the likeliest tokens."""
-        options = {"do_sample": False, "max_new_tokens": self.sizes.tokens, "eos_token_id": None, "pad_token_id": 0}
+        options = {
+            "do_sample": False,
+            "max_new_tokens": self.sizes.tokens,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         ids = self.transformers.generate(self.prompt()[None], **options)
         return list(ids[0, 1 if self.encoder_decoder else self.sizes.prompt :].tolist())
 
@@ -161,7 +181,12 @@ class DecodePair:
         xscale_tokens, hf_tokens = self.generate_by_xscale(), self.generate_by_transformers()
         if xscale_tokens != hf_tokens or len(xscale_tokens) != self.sizes.tokens:
             equal = next(
-                (n for n, pair in enumerate(zip(xscale_tokens, hf_tokens, strict=False)) if pair[0] != pair[1]), "all"
+                (
+                    n
+                    for n, pair in enumerate(zip(xscale_tokens, hf_tokens, strict=False))
+                    if pair[0] != pair[1]
+                ),
+                "all",
             )
             counts = f"{len(xscale_tokens)} tokens against {len(hf_tokens)} of transformers"
             what = f"{name}: {counts}, of which the first {equal} equal"
@@ -191,7 +216,9 @@ def build_pair(name: str, sizes: DecodeSizes, device: torch.device = CPU.device)
     return DecodePair(xscale_model.to(device), hf_model.to(device), sizes, encoder_decoder, device)
 
 
-def bench_decode(names: Sequence[str], sizes: DecodeSizes, rounds: int, on: BenchDevice = CPU) -> dict[str, Any]:
+def bench_decode(
+    names: Sequence[str], sizes: DecodeSizes, rounds: int, on: BenchDevice = CPU
+) -> dict[str, Any]:
     """Return tokens per second of both sides and their ratio for each model, as plain values.
 
     On a CPU they are tokens per second of CPU time.
@@ -251,19 +278,31 @@ def format_table(results: dict[str, Any]) -> str:
 
 
 def bench(
-    names: Sequence[str], sizes: DecodeSizes, on: BenchDevice, rounds: int, *, as_json: bool, record: Path | None
+    names: Sequence[str],
+    sizes: DecodeSizes,
+    on: BenchDevice,
+    rounds: int,
+    *,
+    as_json: bool,
+    record: Path | None,
 ) -> None:
     """Run the benchmark. ConfigError for unknown names and sizes that do not fit, or if the tokens differ."""
     for name in names:
         if name not in MODELS:
-            raise ConfigError("bench decode", f"there is no '{name}'", f"Take some of {', '.join(MODELS)}; none: all.")
+            raise ConfigError(
+                "bench decode",
+                f"there is no '{name}'",
+                f"Take some of {', '.join(MODELS)}; none: all.",
+            )
     if rounds < 1:
         raise ConfigError("--rounds", f"must be at least 1, got {rounds}", "Take 1 or more.")
     if problems := sizes.check():
         raise ConfigError(problems)
     if find_spec("transformers") is None:
         raise ConfigError(
-            "bench decode", "the library transformers is not installed", "Run: pip install 'transformers>=5.0'"
+            "bench decode",
+            "the library transformers is not installed",
+            "Run: pip install 'transformers>=5.0'",
         )
     results = bench_decode(names or list(MODELS), sizes, rounds, on)
     if record is not None:

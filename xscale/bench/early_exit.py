@@ -67,7 +67,9 @@ ROWS = (
     MeasuredRow("pabee", "packages of functions", LABELLED, changes=CLASSES),
     MeasuredRow("sun-2021-ensemble-exit", "packages of functions", LABELLED, changes=CLASSES),
     MeasuredRow("li-2021-token-early-exit", "kinds of words", ("objective/tag",)),
-    MeasuredRow("act", "packages of functions", LABELLED, ("objective.pool=last",), CLASSES, curve="halting"),
+    MeasuredRow(
+        "act", "packages of functions", LABELLED, ("objective.pool=last",), CLASSES, curve="halting"
+    ),
     MeasuredRow(
         "cct",
         "summaries of functions",
@@ -154,7 +156,9 @@ def points_of(row: MeasuredRow, folder: Path, steps: int = STEPS) -> list[dict[s
     assert xscale.train(recipe) == 0
     run = Path(recipe.run.dir)
     if row.curve == "exits":
-        points = [{"setting": point["threshold"], **point} for point in exit_curve_of_run(run, SEQUENCES)]
+        points = [
+            {"setting": point["threshold"], **point} for point in exit_curve_of_run(run, SEQUENCES)
+        ]
         return spaced(sorted(points, key=lambda point: point["blocks"]))
     if row.curve == "budgets":
         return [
@@ -162,27 +166,50 @@ def points_of(row: MeasuredRow, folder: Path, steps: int = STEPS) -> list[dict[s
             for point in budget_curve_of_run(run, SEQUENCES)
         ]
     lines = [decode_json(line) for line in read_run_file(run / "metrics.jsonl").splitlines()]
-    halted = next(line["stack.halting/steps"] for line in reversed(lines) if "stack.halting/steps" in line)
+    halted = next(
+        line["stack.halting/steps"] for line in reversed(lines) if "stack.halting/steps" in line
+    )
     depth = recipe.model.stack.depth
-    return [{"setting": "learned", "blocks": halted / depth, "accuracy": evaluate_run(run, SEQUENCES)["accuracy"]}]
+    return [
+        {
+            "setting": "learned",
+            "blocks": halted / depth,
+            "accuracy": evaluate_run(run, SEQUENCES)["accuracy"],
+        }
+    ]
 
 
 def spaced(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the last of the points, and before it at most `MAX_POINTS` of different numbers of blocks."""
     distinct = list({round(point["blocks"], 2): point for point in points[:-1]}.values())
-    chosen = [distinct[number * len(distinct) // MAX_POINTS] for number in range(MAX_POINTS)] if distinct else []
+    chosen = (
+        [distinct[number * len(distinct) // MAX_POINTS] for number in range(MAX_POINTS)]
+        if distinct
+        else []
+    )
     return [*{id(point): point for point in chosen}.values(), points[-1]]
 
 
 def table(rows: Mapping[MeasuredRow, Sequence[Mapping[str, Any]]]) -> str:
     """Return the points of all rows as a table in Markdown."""
-    lines = ["| row | predicts | threshold or budget | blocks | accuracy |", "|---|---|--:|--:|--:|"]
+    lines = [
+        "| row | predicts | threshold or budget | blocks | accuracy |",
+        "|---|---|--:|--:|--:|",
+    ]
     for row, points in rows.items():
         for number, point in enumerate(points):
             setting = point["setting"]
-            text = "none" if setting is None else setting if isinstance(setting, str) else f"{setting:.3g}"
+            text = (
+                "none"
+                if setting is None
+                else setting
+                if isinstance(setting, str)
+                else f"{setting:.3g}"
+            )
             names = (f"`{row.recipe}`", row.task) if number == 0 else ("", "")
-            lines.append(f"| {names[0]} | {names[1]} | {text} | {point['blocks']:.0%} | {point['accuracy']:.1%} |")
+            lines.append(
+                f"| {names[0]} | {names[1]} | {text} | {point['blocks']:.0%} | {point['accuracy']:.1%} |"
+            )
     return "\n".join(lines)
 
 

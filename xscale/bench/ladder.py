@@ -12,7 +12,13 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from xscale.bench.scaling_fit import DegenerateFitError, Interval, RunPoint, ScalingFit, fit_scaling_law
+from xscale.bench.scaling_fit import (
+    DegenerateFitError,
+    Interval,
+    RunPoint,
+    ScalingFit,
+    fit_scaling_law,
+)
 from xscale.core.config import Config, decode
 from xscale.core.errors import ConfigError, Problem, nearest
 from xscale.core.paths import PathText
@@ -26,7 +32,9 @@ class Ladder(Config):
     """Config of the run that all sizes override; a path relative to this file."""
     dir: PathText = "runs/ladder"
     """Folder of the runs, the report and the JSON."""
-    seeds: tuple[Annotated[int, pydantic.Field(ge=0)], ...] = pydantic.Field(default=(0,), min_length=1)
+    seeds: tuple[Annotated[int, pydantic.Field(ge=0)], ...] = pydantic.Field(
+        default=(0,), min_length=1
+    )
     """Each run is trained once per seed."""
     overrides: tuple[str, ...] = ()
     """Overrides of all runs, as on the command line."""
@@ -71,7 +79,9 @@ def read_ladder(file: Path) -> Ladder:
     except OSError as error:
         raise ConfigError(str(file), f"the ladder cannot be read: {error.strerror}") from None
     if not isinstance(data, dict):
-        raise ConfigError(str(file), "a ladder is a mapping", "For an example see configs/ladder/bytes.yaml.")
+        raise ConfigError(
+            str(file), "a ladder is a mapping", "For an example see configs/ladder/bytes.yaml."
+        )
     ladder = decode(Ladder, data)
     if problems := _problems(ladder):
         raise ConfigError(problems)
@@ -81,23 +91,41 @@ def read_ladder(file: Path) -> Ladder:
 def _problems(ladder: Ladder) -> list[Problem]:
     problems = []
     if bool(ladder.tokens) == bool(ladder.tokens_per_parameter):
-        what = "give either tokens or tokens_per_parameter" if ladder.tokens else "the length of the runs is missing"
-        problems.append(Problem("tokens", what, "Take tokens_per_parameter: [20], or tokens: [1_000_000]."))
+        what = (
+            "give either tokens or tokens_per_parameter"
+            if ladder.tokens
+            else "the length of the runs is missing"
+        )
+        problems.append(
+            Problem("tokens", what, "Take tokens_per_parameter: [20], or tokens: [1_000_000].")
+        )
     for name in ladder.held_out:
         if name not in ladder.sizes:
-            problems.append(Problem("held_out", f"there is no size '{name}'", nearest(name, list(ladder.sizes))))
+            problems.append(
+                Problem("held_out", f"there is no size '{name}'", nearest(name, list(ladder.sizes)))
+            )
     if set(ladder.held_out) >= set(ladder.sizes):
-        problems.append(Problem("held_out", "no size is left to fit", "Leave out at least three sizes."))
+        problems.append(
+            Problem("held_out", "no size is left to fit", "Leave out at least three sizes.")
+        )
     for key in ("sizes", "experts"):
         names = list(getattr(ladder, key))
         if len({file_name(name) for name in names}) < len(names):
             problems.append(
-                Problem(key, "two of these names give the same folder", "Use names that differ in letters.")
+                Problem(
+                    key,
+                    "two of these names give the same folder",
+                    "Use names that differ in letters.",
+                )
             )
     for key in ("seeds", "tokens", "tokens_per_parameter"):
         values = getattr(ladder, key)
         if len(set(values)) < len(values):
-            problems.append(Problem(key, "a value is repeated: both runs would be the same", "Keep one of them."))
+            problems.append(
+                Problem(
+                    key, "a value is repeated: both runs would be the same", "Keep one of them."
+                )
+            )
     return problems
 
 
@@ -139,7 +167,9 @@ class LadderResult:
         return {
             "experts": self.experts,
             "law": self.fit.law,
-            "constants": {name: asdict(value) for name, value in self.fit.named_constants().items()},
+            "constants": {
+                name: asdict(value) for name, value in self.fit.named_constants().items()
+            },
             "runs": [
                 {"run": run.name, **asdict(point), "fitted": index in self.fit.used}
                 for index, (run, point) in enumerate(zip(self.runs, self.points, strict=True))
@@ -158,7 +188,9 @@ class LadderResult:
         }
 
 
-def fit_ladder(ladder: Ladder, runs: Sequence[LadderRun], losses: dict[str, float]) -> list[LadderResult]:
+def fit_ladder(
+    ladder: Ladder, runs: Sequence[LadderRun], losses: dict[str, float]
+) -> list[LadderResult]:
     """Fit the finished runs of each kind of feed-forward layer; `losses` has them by the name of the run.
 
     ConfigError where they do not determine the constants.
@@ -178,7 +210,11 @@ def fit_ladder(ladder: Ladder, runs: Sequence[LadderRun], losses: dict[str, floa
             fix = "Add sizes or tokens, train the runs that are missing, or take the other law."
             raise ConfigError("sizes", f"no fit of {experts}: {error}", fix) from None
         held_out = [run for run in runs if run.experts == experts and run.size in ladder.held_out]
-        predictions = tuple(_prediction(fit, run, held_out, losses) for run in held_out if run.seed == ladder.seeds[0])
+        predictions = tuple(
+            _prediction(fit, run, held_out, losses)
+            for run in held_out
+            if run.seed == ladder.seeds[0]
+        )
         results.append(LadderResult(experts, tuple(fitted), tuple(points), fit, predictions))
     return results
 
@@ -201,12 +237,20 @@ def table(results: Sequence[LadderResult]) -> str:
     lines = []
     for result in results:
         constants = result.fit.named_constants()
-        formula = "E + A / C^alpha" if result.fit.law == "compute" else "E + A / N^alpha + B / D^beta"
-        lines.append(f"{result.experts}: loss = {formula}, {len(result.fit.used)} of {len(result.points)} runs fitted")
+        formula = (
+            "E + A / C^alpha" if result.fit.law == "compute" else "E + A / N^alpha + B / D^beta"
+        )
+        lines.append(
+            f"{result.experts}: loss = {formula}, {len(result.fit.used)} of {len(result.points)} runs fitted"
+        )
         for name, value in constants.items():
-            lines.append(f"  {name:<6} {value.value:<10.4g} 90 % interval {value.low:.4g} to {value.high:.4g}")
+            lines.append(
+                f"  {name:<6} {value.value:<10.4g} 90 % interval {value.low:.4g} to {value.high:.4g}"
+            )
         if result.fit.at_bound:
-            lines.append("  a constant is 0 or an exponent at an end of its range: the runs do not determine it")
+            lines.append(
+                "  a constant is 0 or an exponent at an end of its range: the runs do not determine it"
+            )
         for prediction in result.predictions:
             lines.append(f"  {_sentence(prediction)}")
     return "\n".join(lines)
@@ -219,4 +263,6 @@ def _sentence(prediction: LadderPrediction) -> str:
     if prediction.holds is None:
         return f"{text}, not run"
     reached = ", ".join(f"{loss:.4f}" for loss in prediction.losses)
-    return f"{text}, reached {reached}: {'within' if prediction.holds else 'outside of'} the interval"
+    return (
+        f"{text}, reached {reached}: {'within' if prediction.holds else 'outside of'} the interval"
+    )

@@ -37,23 +37,47 @@ def _drawing(result: LadderResult) -> str:
     by_size: dict[str, list[int]] = {}
     for index, run in enumerate(result.runs):
         by_size.setdefault(run.size, []).append(index)
-    flops = [point.flops for point in result.points] + [prediction.run.flops for prediction in predictions]
+    flops = [point.flops for point in result.points] + [
+        prediction.run.flops for prediction in predictions
+    ]
     if result.fit.law == "compute":
         positions = np.geomspace(min(flops), max(flops), POSITIONS)
-        _add_fit(result.fit, [(0.0, 0.0, at) for at in positions], STYLES[0], "fit, 90 % interval", curves, bands)
+        _add_fit(
+            result.fit,
+            [(0.0, 0.0, at) for at in positions],
+            STYLES[0],
+            "fit, 90 % interval",
+            curves,
+            bands,
+        )
     for number, (size, indices) in enumerate(by_size.items()):
         style = STYLES[(number + (result.fit.law == "compute")) % len(STYLES)]
-        points = sorted((result.points[index].flops, result.points[index].loss) for index in indices)
+        points = sorted(
+            (result.points[index].flops, result.points[index].loss) for index in indices
+        )
         curves.append(Curve([x for x, _ in points], [y for _, y in points], style, size, dots=True))
         if result.fit.law == "parametric":
-            _add_fit(result.fit, _lengths([result.runs[index] for index in indices], flops), style, "", curves, bands)
-    reached = [(prediction.run.flops, loss) for prediction in predictions for loss in prediction.losses]
+            _add_fit(
+                result.fit,
+                _lengths([result.runs[index] for index in indices], flops),
+                style,
+                "",
+                curves,
+                bands,
+            )
+    reached = [
+        (prediction.run.flops, loss) for prediction in predictions for loss in prediction.losses
+    ]
     if predictions:
         xs = [prediction.run.flops for prediction in predictions]
         values = [prediction.predicted for prediction in predictions]
-        curves.append(Curve(xs, [value.value for value in values], "plain dashed", "predicted", dots=True))
+        curves.append(
+            Curve(xs, [value.value for value in values], "plain dashed", "predicted", dots=True)
+        )
     if reached:
-        curves.append(Curve([x for x, _ in reached], [y for _, y in reached], "plain", "held out", dots=True))
+        curves.append(
+            Curve([x for x, _ in reached], [y for _, y in reached], "plain", "held out", dots=True)
+        )
     title = "Validation loss, nats a token"
     return chart(curves, title, bands=bands, log_x=True, log=True, unit="FLOPs")
 
@@ -63,7 +87,10 @@ def _lengths(runs: Sequence[LadderRun], flops: Sequence[float]) -> list[tuple[fl
     run = max(runs, key=lambda other: other.tokens)
     per_token = run.flops / run.tokens
     shortest = min(other.tokens for other in runs) / 1.5
-    return [(run.parameters, tokens, tokens * per_token) for tokens in np.geomspace(shortest, run.tokens, POSITIONS)]
+    return [
+        (run.parameters, tokens, tokens * per_token)
+        for tokens in np.geomspace(shortest, run.tokens, POSITIONS)
+    ]
 
 
 def _add_fit(
@@ -86,7 +113,11 @@ def _constants(result: LadderResult) -> str:
         f"<tr><td>{name}</td><td>{value.value:.4g}</td><td>{value.low:.4g} to {value.high:.4g}</td></tr>"
         for name, value in result.fit.named_constants().items()
     )
-    return _table("Constants of the law", "<tr><th>constant</th><th>value</th><th>90 % interval</th></tr>", rows)
+    return _table(
+        "Constants of the law",
+        "<tr><th>constant</th><th>value</th><th>90 % interval</th></tr>",
+        rows,
+    )
 
 
 def _predictions(result: LadderResult) -> str:

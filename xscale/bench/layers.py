@@ -71,7 +71,11 @@ def _nystrom(module: Any, width: int, heads: int, length: int, causal: bool) -> 
 
 PACKAGES = {
     "linformer": Package(
-        "linformer", "linformer", {"kind": "linformer", "projected_length": 256}, _linformer, (False,)
+        "linformer",
+        "linformer",
+        {"kind": "linformer", "projected_length": 256},
+        _linformer,
+        (False,),
     ),
     "sinkhorn": Package(
         "sinkhorn-transformer",
@@ -81,7 +85,11 @@ PACKAGES = {
         (False, True),
     ),
     "nystrom": Package(
-        "nystrom-attention", "nystrom_attention", {"kind": "nystrom", "landmarks": 64}, _nystrom, (False,)
+        "nystrom-attention",
+        "nystrom_attention",
+        {"kind": "nystrom", "landmarks": 64},
+        _nystrom,
+        (False,),
     ),
 }
 
@@ -112,7 +120,11 @@ def additive_mask(heads: int, length: int, causal: bool) -> Tensor:
     """Draw a mask [1, H, T, T] that torch's fused attention adds to the scores, -inf at later keys if causal."""
     # With three dimensions torch would take it for a mask that its fused attention cannot have.
     mask = torch.randn(1, heads, length, length, generator=torch.Generator().manual_seed(1))
-    return mask.masked_fill_(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf")) if causal else mask
+    return (
+        mask.masked_fill_(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+        if causal
+        else mask
+    )
 
 
 class PlainAttention(nn.Module):
@@ -123,12 +135,17 @@ class PlainAttention(nn.Module):
     def __init__(self, width: int, heads: int, length: int, causal: bool) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv, self.o = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.qkv, self.o = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
         self.register_buffer("bias", additive_mask(heads, length, causal))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # [B, H, T, K] each
+        q, k, v = (
+            self.qkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )  # [B, H, T, K] each
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias)
         out: Tensor = self.o(o.transpose(1, 2).flatten(2))
         return out
@@ -143,7 +160,9 @@ def attention_of(section: dict[str, Any], width: int, length: int, causal: bool)
     return mixer
 
 
-def layer_of(section: dict[str, Any], width: int, length: int, causal: bool) -> Callable[[Tensor], Tensor]:
+def layer_of(
+    section: dict[str, Any], width: int, length: int, causal: bool
+) -> Callable[[Tensor], Tensor]:
     """Build an attention mixer of this config, in training mode; call it with x [B, T, D]."""
     return MixerCall(attention_of(section, width, length, causal).train(), length)
 
@@ -155,7 +174,9 @@ class MixerCall(nn.Module):
         super().__init__()
         self.mixer = mixer
         self.tokens = Tokens(
-            torch.zeros(1, length, dtype=torch.long), torch.arange(length)[None], forward=Forward(rng_seed=0)
+            torch.zeros(1, length, dtype=torch.long),
+            torch.arange(length)[None],
+            forward=Forward(rng_seed=0),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,12 +187,19 @@ class MixerCall(nn.Module):
         return out
 
 
-def forward_backward(layer: Any, width: int, length: int, on: BenchDevice = CPU) -> Callable[[], object]:
+def forward_backward(
+    layer: Any, width: int, length: int, on: BenchDevice = CPU
+) -> Callable[[], object]:
     """Return a call that runs a layer forward and backward, to its input and its weights, on the device."""
     layer.to(on.device, on.dtype)
     generator = torch.Generator().manual_seed(0)
-    x, gradient = (torch.randn(1, length, width, generator=generator).to(on.device, on.dtype) for _ in range(2))
-    leaves = [x.requires_grad_(), *(weight for weight in layer.parameters() if weight.requires_grad)]
+    x, gradient = (
+        torch.randn(1, length, width, generator=generator).to(on.device, on.dtype) for _ in range(2)
+    )
+    leaves = [
+        x.requires_grad_(),
+        *(weight for weight in layer.parameters() if weight.requires_grad),
+    ]
     return lambda: torch.autograd.grad(layer(x), leaves, gradient, allow_unused=True)
 
 
@@ -187,13 +215,16 @@ def compare(
 ) -> LayerComparison:
     """Time a layer and its baseline in turns, and measure the memory of each."""
     runs = {
-        key: forward_backward(layer, width, length, on) for key, layer in zip(("ours", "baseline"), layers, strict=True)
+        key: forward_backward(layer, width, length, on)
+        for key, layer in zip(("ours", "baseline"), layers, strict=True)
     }
     timings = alternate(runs, on.clock, rounds)
     seconds = {key: on.seconds(timings, key) for key in runs}
     peak = {key: peak_bytes(run, on.device.type) for key, run in runs.items()}
     memory = peak["ours"] / peak["baseline"]
-    return LayerComparison(name, against, causal, length, seconds["ours"], seconds["baseline"], memory)
+    return LayerComparison(
+        name, against, causal, length, seconds["ours"], seconds["baseline"], memory
+    )
 
 
 def compare_position(
@@ -206,7 +237,9 @@ def compare_position(
         section = {"heads": heads, "position": {"kind": position.kind}}
         layer = layer_of(section, width, length, causal)
         plain = PlainAttention(width, heads, length, causal)
-        compared.append(compare(kind, "plain attention", (layer, plain), width, length, causal, rounds, on))
+        compared.append(
+            compare(kind, "plain attention", (layer, plain), width, length, causal, rounds, on)
+        )
     return compared
 
 
@@ -223,7 +256,9 @@ def compare_package(
     for causal in package.causal:
         layer = layer_of({"heads": heads, "core": package.core}, width, length, causal)
         installed = package.build(module, width, heads, length, causal)
-        compared.append(compare(name, package.name, (layer, installed), width, length, causal, rounds, on))
+        compared.append(
+            compare(name, package.name, (layer, installed), width, length, causal, rounds, on)
+        )
     return compared
 
 
@@ -243,9 +278,15 @@ def bench(
         **{name: partial(compare_package, name) for name in PACKAGES},
     }
     if unknown := [name for name in only if name not in known]:
-        raise ConfigError(unknown[0], "there is no such layer to compare", nearest(unknown[0], known))
+        raise ConfigError(
+            unknown[0], "there is no such layer to compare", nearest(unknown[0], known)
+        )
     if width % heads:
-        raise ConfigError("--heads", f"{heads} heads do not divide the width {width}", "Give a divisor of the width.")
+        raise ConfigError(
+            "--heads",
+            f"{heads} heads do not divide the width {width}",
+            "Give a divisor of the width.",
+        )
     with one_thread():
         rows = []
         for length in lengths:

@@ -53,7 +53,10 @@ def llama_sizes(settings: Settings, vocabulary: int) -> LlamaSizes:
         if differs
     ]
     if differences:
-        raise ConfigError("model", f"no baseline for a model that is no Llama and no Mixtral: {', '.join(differences)}")
+        raise ConfigError(
+            "model",
+            f"no baseline for a model that is no Llama and no Mixtral: {', '.join(differences)}",
+        )
     assert expert is not None
     return LlamaSizes(
         width=model["width"],
@@ -76,13 +79,16 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.head_width = sizes.width // sizes.heads
         self.q = nn.Linear(sizes.width, sizes.width, bias=False)
-        self.k, self.v = (nn.Linear(sizes.width, sizes.kv_heads * self.head_width, bias=False) for _ in range(2))
+        self.k, self.v = (
+            nn.Linear(sizes.width, sizes.kv_heads * self.head_width, bias=False) for _ in range(2)
+        )
         self.o = nn.Linear(sizes.width, sizes.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         q, k, v = (
-            linear(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+            linear(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
         )
         q, k = (rotate(heads, cos, sin) for heads in (q, k))
         grouped = q.shape[1] != k.shape[1]
@@ -120,7 +126,9 @@ class MixtralExperts(nn.Module):
         D = sizes.width
         self.top_k = sizes.top_k
         self.router = nn.Linear(D, E, bias=False)
-        self.gate, self.up = (nn.Parameter(torch.empty(E, F_, D).normal_(std=D**-0.5)) for _ in range(2))
+        self.gate, self.up = (
+            nn.Parameter(torch.empty(E, F_, D).normal_(std=D**-0.5)) for _ in range(2)
+        )
         self.down = nn.Parameter(torch.empty(E, D, F_).normal_(std=F_**-0.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +141,9 @@ class MixtralExperts(nn.Module):
         counts = counts.scatter_add(0, experts.flatten(), torch.ones_like(experts.flatten()))
         token = order // self.top_k
         rows = flat[token]
-        hidden = F.silu(grouped_linear(rows, self.gate, counts)) * grouped_linear(rows, self.up, counts)
+        hidden = F.silu(grouped_linear(rows, self.gate, counts)) * grouped_linear(
+            rows, self.up, counts
+        )
         outputs = grouped_linear(hidden, self.down, counts) * weights.flatten()[order, None]
         return torch.zeros_like(flat).index_add(0, token, outputs).view_as(x)
 
@@ -144,7 +154,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         offsets = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows.to(torch.bfloat16), weight.to(torch.bfloat16).mT, offs=offsets)
     parts = torch.split(rows, counts.tolist())
-    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.to(rows.dtype), strict=True)])
+    return torch.cat(
+        [F.linear(part, matrix) for part, matrix in zip(parts, weight.to(rows.dtype), strict=True)]
+    )
 
 
 class LlamaBlock(nn.Module):
@@ -190,7 +202,9 @@ class PlainLlama(nn.Module):
         for block in self.blocks:
             x = block(x, self.cos[: ids.shape[1]], self.sin[: ids.shape[1]])
         logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+        )
 
 
 class TransformersLlama(nn.Module):
@@ -215,7 +229,11 @@ class TransformersLlama(nn.Module):
         kind: Any = transformers.LlamaForCausalLM
         if sizes.experts:
             kind = transformers.MixtralForCausalLM
-            options |= {"num_local_experts": sizes.experts, "num_experts_per_tok": sizes.top_k, "sliding_window": None}
+            options |= {
+                "num_local_experts": sizes.experts,
+                "num_experts_per_tok": sizes.top_k,
+                "sliding_window": None,
+            }
         config = kind.config_class(**options)
         if sizes.experts:
             config._experts_implementation = "grouped_mm"
@@ -224,4 +242,6 @@ class TransformersLlama(nn.Module):
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Ids and targets [B, T]; targets of -100 are ignored."""
         logits = self.model(input_ids=ids).logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+        )

@@ -50,7 +50,11 @@ def device_name(device: torch.device) -> str:
     for name in DEVICES:
         if name in full_name:
             return name
-    raise ConfigError("bench memory", f"{full_name} is not in the table of devices", f"It has {', '.join(DEVICES)}.")
+    raise ConfigError(
+        "bench memory",
+        f"{full_name} is not in the table of devices",
+        f"It has {', '.join(DEVICES)}.",
+    )
 
 
 def compare_memory(settings: Settings) -> MemoryComparison:
@@ -91,7 +95,9 @@ def show(comparisons: Sequence[tuple[str, MemoryComparison]]) -> str:
     """Format the comparisons, with the spread of their ratios."""
     lines = [f"{'':<40}{'predicted':>12}{'measured':>12}{'ratio':>8}"]
     for name, row in comparisons:
-        lines.append(f"{name:<40}{row.predicted / 1e9:>9.2f} GB{row.measured / 1e9:>9.2f} GB{row.ratio:>8.3f}")
+        lines.append(
+            f"{name:<40}{row.predicted / 1e9:>9.2f} GB{row.measured / 1e9:>9.2f} GB{row.ratio:>8.3f}"
+        )
     ratios = sorted(row.ratio for _, row in comparisons)
     if ratios:
         below = sum(ratio < 1 for ratio in ratios)

@@ -22,7 +22,14 @@ from xscale.bench.layers import additive_mask, attention_of
 from xscale.core.errors import ConfigError, nearest
 from xscale.nn.tokens import Tokens
 
-RELATIVE_POSITIONS = ("relative", "gaussian", "shaw", "music_transformer", "transformer_xl", "deberta")
+RELATIVE_POSITIONS = (
+    "relative",
+    "gaussian",
+    "shaw",
+    "music_transformer",
+    "transformer_xl",
+    "deberta",
+)
 """Positions whose terms of the scores have parameters and depend on the distance."""
 
 WINDOW = {"kind": "block_sparse", "pattern": {"kind": "window", "window": 9}}
@@ -76,7 +83,9 @@ class PositionGrowth:
         return f"{name:<38} {order:<13} time T^{self.time:.2f}  memory T^{self.memory:.2f}"
 
 
-def position_run(kind: str, core: dict[str, Any], length: int, causal: bool, heads: int) -> Callable[[], object]:
+def position_run(
+    kind: str, core: dict[str, Any], length: int, causal: bool, heads: int
+) -> Callable[[], object]:
     """Return a call that runs a core with a position forward and backward."""
     section = {"heads": heads, "core": core, "position": {"kind": kind}}
     mixer = attention_of(section, heads * WIDTH, length, causal)
@@ -108,36 +117,50 @@ def plain_run(length: int, causal: bool, heads: int) -> Callable[[], object]:
 
 
 def measure_positions(
-    kinds: Sequence[str], length: int, heads: int, rounds: int = 3, core: dict[str, Any] | None = None
+    kinds: Sequence[str],
+    length: int,
+    heads: int,
+    rounds: int = 3,
+    core: dict[str, Any] | None = None,
 ) -> Iterator[PositionCost]:
     """Compare positions with plain attention, or through a `core` without a position, causal and bidirectional."""
     section = core or {"kind": "softmax"}
     for causal in (False, True):
         runs = {kind: position_run(kind, section, length, causal, heads) for kind in kinds}
         runs["plain"] = (
-            plain_run(length, causal, heads) if core is None else position_run("none", core, length, causal, heads)
+            plain_run(length, causal, heads)
+            if core is None
+            else position_run("none", core, length, causal, heads)
         )
         timings = alternate(runs, host_clock(), rounds)
         peak = {name: peak_bytes(run, "cpu") for name, run in runs.items()}
         for kind in kinds:
             seconds = timings.fastest(kind, "processor_seconds")
             ratio = timings.ratio(kind, "plain", "processor_seconds")
-            yield PositionCost(kind, section["kind"], causal, length, seconds, ratio, peak[kind] / peak["plain"])
+            yield PositionCost(
+                kind, section["kind"], causal, length, seconds, ratio, peak[kind] / peak["plain"]
+            )
 
 
-def measure_position_growth(kinds: Sequence[str], lengths: Sequence[int], heads: int) -> Iterator[PositionGrowth]:
+def measure_position_growth(
+    kinds: Sequence[str], lengths: Sequence[int], heads: int
+) -> Iterator[PositionGrowth]:
     """Measure the exponents of positions through block-sparse attention."""
     for kind in kinds:
         for causal in (False, True):
             times, bytes_ = [], []
             for length in lengths:
                 run = position_run(kind, WINDOW, length, causal, heads)
-                times.append(alternate({kind: run}, host_clock(), 3).fastest(kind, "processor_seconds"))
+                times.append(
+                    alternate({kind: run}, host_clock(), 3).fastest(kind, "processor_seconds")
+                )
                 bytes_.append(float(peak_bytes(run, "cpu")))
             yield PositionGrowth(kind, causal, exponent(lengths, times), exponent(lengths, bytes_))
 
 
-def bench_positions(only: Sequence[str], lengths: Sequence[int], heads: int, *, as_json: bool) -> None:
+def bench_positions(
+    only: Sequence[str], lengths: Sequence[int], heads: int, *, as_json: bool
+) -> None:
     """Print what relative positions cost and how it grows; ConfigError for an unknown position."""
     if unknown := [kind for kind in only if kind not in RELATIVE_POSITIONS]:
         what = "there is no such relative position with parameters"
@@ -155,5 +178,10 @@ def bench_positions(only: Sequence[str], lengths: Sequence[int], heads: int, *, 
     if as_json:
         by_kind = {"costs": PositionCost, "growth": PositionGrowth}
         print(
-            json.dumps({name: [asdict(row) for row in rows if isinstance(row, kind)] for name, kind in by_kind.items()})
+            json.dumps(
+                {
+                    name: [asdict(row) for row in rows if isinstance(row, kind)]
+                    for name, kind in by_kind.items()
+                }
+            )
         )

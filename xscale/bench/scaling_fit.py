@@ -89,7 +89,9 @@ class ScalingFit:
         """Return E and each term's coefficient and exponent, in units of one FLOP, parameter or token."""
         coefficients = self.constants[:, 1:] * self.scales**self.exponents
         columns = {"E": self.constants[:, 0]}
-        for index, (coefficient, exponent) in enumerate((("A", "alpha"), ("B", "beta"))[: len(self.scales)]):
+        for index, (coefficient, exponent) in enumerate(
+            (("A", "alpha"), ("B", "beta"))[: len(self.scales)]
+        ):
             columns |= {coefficient: coefficients[:, index], exponent: self.exponents[:, index]}
         return {name: _interval(values) for name, values in columns.items()}
 
@@ -152,11 +154,15 @@ def _require_determined(columns: Array, law: Law, runs: int) -> None:
     if len(columns) < least:
         of = f" of {runs} that no cheaper run beats" if law == "compute" else ""
         constants = 1 + 2 * terms
-        raise DegenerateFitError(f"{constants} constants need at least {least} runs, and there are {len(columns)}{of}")
+        raise DegenerateFitError(
+            f"{constants} constants need at least {least} runs, and there are {len(columns)}{of}"
+        )
     for name, column in zip(names, columns.T, strict=True):
         different = len(np.unique(column))
         if different < 3:
-            raise DegenerateFitError(f"an exponent of {name} needs 3 different values, and there are {different}")
+            raise DegenerateFitError(
+                f"an exponent of {name} needs 3 different values, and there are {different}"
+            )
 
 
 def _fit(columns: Array, losses: Array) -> tuple[Array, Array]:
@@ -167,8 +173,13 @@ def _fit(columns: Array, losses: Array) -> tuple[Array, Array]:
     best_error, best = np.inf, (np.zeros(terms), np.zeros(1 + terms))
     for round_number in range(ROUNDS):
         count = COARSE if round_number == 0 else FINE
-        axes = [np.clip(np.linspace(middle - reach, middle + reach, count), log_low, log_high) for middle in centre]
-        grid = np.exp(np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, terms))  # [G, terms]
+        axes = [
+            np.clip(np.linspace(middle - reach, middle + reach, count), log_low, log_high)
+            for middle in centre
+        ]
+        grid = np.exp(
+            np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, terms)
+        )  # [G, terms]
         errors, constants = _least_squares(columns, losses, grid)
         index = int(errors.argmin())
         if errors[index] < best_error:

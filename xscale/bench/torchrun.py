@@ -10,12 +10,22 @@ from typing import Any
 
 def relaunch_under_torchrun(processes: int) -> int:
     """Run this command again in `processes` processes; return the exit status."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+    ]
     return subprocess.run([*torchrun, "-m", "xscale", *sys.argv[1:]], check=False).returncode
 
 
 def report_from_rank0(
-    results: dict[str, Any], format_table: Callable[[dict[str, Any]], str], *, as_json: bool, record: Path | None
+    results: dict[str, Any],
+    format_table: Callable[[dict[str, Any]], str],
+    *,
+    as_json: bool,
+    record: Path | None,
 ) -> None:
     """Print the results as JSON or as a table, and write them to `record`; only on the rank with `first` true."""
     if not results.pop("first"):

@@ -32,7 +32,9 @@ def bench_train(
     """
     builders = training_sides(settings)
     if unknown := [name for name in names if name not in builders]:
-        raise ConfigError("--side", f"there is no side '{unknown[0]}'", nearest(unknown[0], list(builders)))
+        raise ConfigError(
+            "--side", f"there is no side '{unknown[0]}'", nearest(unknown[0], list(builders))
+        )
     chosen = {name: builders[name] for name in names or builders}
     device = device_of(settings, read_rank_info())
     if device.type == "cpu":
@@ -43,10 +45,17 @@ def bench_train(
             rows.append(measure_side(build, steps, profile if name == XSCALE else None))
         except (ConfigError, RuntimeError) as error:
             rows.append({"name": name, "reason": " ".join(str(error).split())[:200]})
-    return {"rows": rows, "tokens_per_second_ratios": _ratios(rows), "steps": steps, "device": str(device)}
+    return {
+        "rows": rows,
+        "tokens_per_second_ratios": _ratios(rows),
+        "steps": steps,
+        "device": str(device),
+    }
 
 
-def _time_in_turns(builders: Mapping[str, SideBuilder], steps: int, device: torch.device) -> dict[str, Any]:
+def _time_in_turns(
+    builders: Mapping[str, SideBuilder], steps: int, device: torch.device
+) -> dict[str, Any]:
     sides, rows, errors = [], [], []
     try:
         for name, build in builders.items():
@@ -62,7 +71,9 @@ def _time_in_turns(builders: Mapping[str, SideBuilder], steps: int, device: torc
         leave_process_group()
     rows = [side.row(timings) for side in sides] + rows
     first, *baselines = sides
-    ratios = {f"{first.name} / {other.name}": speed_ratio(timings, first, other) for other in baselines}
+    ratios = {
+        f"{first.name} / {other.name}": speed_ratio(timings, first, other) for other in baselines
+    }
     return {"rows": rows, "tokens_per_second_ratios": ratios, "steps": steps, "device": str(device)}
 
 
@@ -70,7 +81,11 @@ def _ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     speeds = {row["name"]: row["tokens_per_second"] for row in rows if "tokens_per_second" in row}
     if XSCALE not in speeds:
         return {}
-    return {f"{XSCALE} / {name}": speeds[XSCALE] / speed for name, speed in speeds.items() if name != XSCALE}
+    return {
+        f"{XSCALE} / {name}": speeds[XSCALE] / speed
+        for name, speed in speeds.items()
+        if name != XSCALE
+    }
 
 
 def measure_side(build: SideBuilder, steps: int, profile: Path | None = None) -> dict[str, Any]:
@@ -121,7 +136,9 @@ def training_speeds(variants: Mapping[str, Settings], steps: int) -> dict[str, T
         timings = time_steps(sides, steps)
     finally:
         leave_process_group()
-    on_cpu = all(device_of(settings, read_rank_info()).type == "cpu" for settings in variants.values())
+    on_cpu = all(
+        device_of(settings, read_rank_info()).type == "cpu" for settings in variants.values()
+    )
     return {
         side.name: TrainingSpeed(
             side.tokens / timings.median(side.name),

@@ -55,7 +55,10 @@ class TrainingSide:
         """Plain values of the printed row; `split` has the seconds by phase of the median step."""
         median, rates = timings.median(self.name), {}
         if self.peak is not None:
-            rates = {"mfu": self.flops / median / self.peak, "mfu_6n": self.flops_6n / median / self.peak}
+            rates = {
+                "mfu": self.flops / median / self.peak,
+                "mfu_6n": self.flops_6n / median / self.peak,
+            }
         return {
             "name": self.name,
             "tokens_per_second": self.tokens / median,
@@ -92,7 +95,11 @@ class Workload:
     def of_parts(cls, parts: RunParts, steps: int) -> "Workload":
         """Read the batches of a run."""
         size = parts.settings.train.batch_size
-        counts = size * parts.settings.sample_tokens, size * parts.flops_per_sample, size * flops_6n(parts)
+        counts = (
+            size * parts.settings.sample_tokens,
+            size * parts.flops_per_sample,
+            size * flops_6n(parts),
+        )
         return cls(parts.settings, parts.mesh.device, collect(parts, steps), *counts, parts.peak)
 
     @classmethod
@@ -123,7 +130,9 @@ def training_sides(settings: Settings) -> dict[str, SideBuilder]:
     """
     sides: dict[str, SideBuilder] = {XSCALE: partial(xscale_side, XSCALE, settings)}
     if _has_experts(encode(settings)):
-        sides["xscale, balanced"] = partial(xscale_side, "xscale, balanced", balanced_routing(settings))
+        sides["xscale, balanced"] = partial(
+            xscale_side, "xscale, balanced", balanced_routing(settings)
+        )
         sides["xscale, dense"] = partial(xscale_side, "xscale, dense", dense_twin(settings))
     sides["same modules"] = partial(_same_modules_side, settings)
     sides["plain PyTorch"] = partial(_baseline_side, "plain PyTorch", PlainLlama, settings)
@@ -164,7 +173,9 @@ def xscale_side(name: str, settings: Settings, steps: int) -> TrainingSide:
         return parts.stepper.timer.flush()
 
     side = workload.side(name, step)
-    return replace(side, last_loss=lambda: losses[-1] if losses else None, overload=lambda: overload(batches))
+    return replace(
+        side, last_loss=lambda: losses[-1] if losses else None, overload=lambda: overload(batches)
+    )
 
 
 def overload(batches: Sequence[Sequence[Batch]]) -> float | None:
@@ -185,7 +196,10 @@ def collect(parts: RunParts, steps: int) -> list[list[Batch]]:
     size = parts.settings.train.batch_size
     count = size // (parts.training.micro_batch * parts.training.ranks)
     stream = parts.training.loader.stream(parts.training.requests(0, size, steps))
-    return [[parts.training.make(next(stream), step, size, Stats()) for _ in range(count)] for step in range(steps)]
+    return [
+        [parts.training.make(next(stream), step, size, Stats()) for _ in range(count)]
+        for step in range(steps)
+    ]
 
 
 def dense_twin(settings: Settings) -> Settings:
@@ -227,11 +241,15 @@ def _same_modules_side(settings: Settings, steps: int) -> TrainingSide:
     return _plain_side("same modules", workload, model, loss_of)
 
 
-def _baseline_side(name: str, build: Callable[[LlamaSizes], nn.Module], settings: Settings, steps: int) -> TrainingSide:
+def _baseline_side(
+    name: str, build: Callable[[LlamaSizes], nn.Module], settings: Settings, steps: int
+) -> TrainingSide:
     """A model of another source, in float32 with autocast to the run's precision, compiled as a whole on a GPU."""
     sizes = llama_sizes(settings, vocabulary_of(settings))
     if name == "transformers" and find_spec("transformers") is None:
-        raise ConfigError("bench train", "transformers is not installed", "Run: pip install 'transformers>=5.0'")
+        raise ConfigError(
+            "bench train", "transformers is not installed", "Run: pip install 'transformers>=5.0'"
+        )
     workload = Workload.of(settings, steps)
     device = workload.device
     with torch.random.fork_rng(), torch.device(device):
@@ -249,7 +267,9 @@ def _baseline_side(name: str, build: Callable[[LlamaSizes], nn.Module], settings
     return _plain_side(name, workload, model, loss_of)
 
 
-def _plain_side(name: str, workload: Workload, model: nn.Module, loss_of: Callable[[Batch], Tensor]) -> TrainingSide:
+def _plain_side(
+    name: str, workload: Workload, model: nn.Module, loss_of: Callable[[Batch], Tensor]
+) -> TrainingSide:
     """The loop of a plain PyTorch program: losses, backward, clipping, and torch's fused AdamW."""
     settings, device = workload.settings, workload.device
     config, losses = settings.optimizer, list[Tensor]()
@@ -267,14 +287,18 @@ def _plain_side(name: str, workload: Workload, model: nn.Module, loss_of: Callab
             loss = loss_of(batch)
             (loss / targets).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach() / targets)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.train.clip_grad_norm or float("inf"))
+        torch.nn.utils.clip_grad_norm_(
+            model.parameters(), settings.train.clip_grad_norm or float("inf")
+        )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return {}
 
-    return replace(workload.side(name, step), last_loss=lambda: float(sum(losses)) if losses else None)
+    return replace(
+        workload.side(name, step), last_loss=lambda: float(sum(losses)) if losses else None
+    )
 
 
 def flops_6n(parts: RunParts) -> float:

@@ -94,7 +94,9 @@ class AsyncSaver:
         self._failure_limit = failure_limit
         self._retention = (keep_last, keep_every)
         self._ranks = consensus(group)
-        assert self._ranks.is_single_process or group is not None, "asynchronous saves need their own process group"
+        assert self._ranks.is_single_process or group is not None, (
+            "asynchronous saves need their own process group"
+        )
         self._disk = disk or Disk()
         self._device = device or torch.device("cpu")
         self._plan: CheckpointPlan | None = None
@@ -128,7 +130,11 @@ class AsyncSaver:
         them; None: they are asked. CheckpointError when more than `failure_limit` consecutive saves failed.
         """
         start = time.perf_counter()
-        if self._when_busy == "skip" and not required and (self._in_flight() if in_flight is None else in_flight):
+        if (
+            self._when_busy == "skip"
+            and not required
+            and (self._in_flight() if in_flight is None else in_flight)
+        ):
             return SaveStarted(step, True, time.perf_counter() - start, 0.0)
         self.wait()
         copy_start = time.perf_counter()
@@ -139,7 +145,9 @@ class AsyncSaver:
 
         def copy() -> Snapshot:
             try:
-                return Snapshot(step, plan, self._staging.copy(plan.items, shards), state_bytes, config_bytes)
+                return Snapshot(
+                    step, plan, self._staging.copy(plan.items, shards), state_bytes, config_bytes
+                )
             finally:
                 copy_done.set()
 
@@ -166,7 +174,10 @@ class AsyncSaver:
         self.wait()
         copy_start = time.perf_counter()
         copied = attempt(partial(memory.copy, tensors))
-        self._start_thread(partial(self._commit_in_memory, memory, step, copied, dict(tensors), state), in_memory=True)
+        self._start_thread(
+            partial(self._commit_in_memory, memory, step, copied, dict(tensors), state),
+            in_memory=True,
+        )
         return SaveStarted(step, False, copy_start - start, time.perf_counter() - copy_start)
 
     def wait_copied(self) -> float:
@@ -209,7 +220,10 @@ class AsyncSaver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Wait for the last save; after a failure of the run only ABANDON_SECONDS, since a lost rank never answers.
 
@@ -234,7 +248,11 @@ class AsyncSaver:
 
     def _is_true_of_any(self, fact: bool) -> bool:
         """Ask all ranks over the default group, where it is one small all-reduce; the threads may use the other."""
-        return fact if self._ranks.is_single_process else sum_scalars([float(fact)], self._device)[0] > 0
+        return (
+            fact
+            if self._ranks.is_single_process
+            else sum_scalars([float(fact)], self._device)[0] > 0
+        )
 
     def _plan_for(self, shards: dict[str, Box | FlatShard], path: Path) -> CheckpointPlan:
         """Return the plan of the previous save unless the layout of some rank changed."""
@@ -255,7 +273,9 @@ class AsyncSaver:
 
     def _start_thread(self, work: Callable[[], SaveFinished], *, in_memory: bool) -> None:
         self._in_memory = in_memory
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def _run(self, work: Callable[[], SaveFinished]) -> None:

@@ -47,7 +47,10 @@ class HashFunction(Protocol):
     def hexdigest(self) -> str: ...
 
 
-HASHES: dict[str, Callable[[], HashFunction]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+HASHES: dict[str, Callable[[], HashFunction]] = {
+    "xxh3_128": xxhash.xxh3_128,
+    "sha256": hashlib.sha256,
+}
 """Hash functions by the name that a manifest gives."""
 HASH = "xxh3_128"
 """Hash of the files that are written now."""
@@ -78,7 +81,9 @@ def from_json(path: Path, data: dict[str, Any]) -> Digest:
         return Digest(data["size"], data["sha256"], "sha256")
     if data["hash"] not in HASHES:
         what, known = f"its files are hashed by '{data['hash']}'", ", ".join(HASHES)
-        raise ConfigError(str(path), what, f"This xscale knows {known}; read it with the version that wrote it.")
+        raise ConfigError(
+            str(path), what, f"This xscale knows {known}; read it with the version that wrote it."
+        )
     return Digest(**data)
 
 
@@ -134,7 +139,10 @@ class HashingFile(io.RawIOBase):
         """Start to write to the device while the next blocks are copied and hashed, so that `sync` waits less."""
         # In a thread: the call waits until the device has room for more requests.
         self._write_back_thread.submit(
-            _start_write_back, self._file.fileno(), self._write_back_started, self._size - self._write_back_started
+            _start_write_back,
+            self._file.fileno(),
+            self._write_back_started,
+            self._size - self._write_back_started,
         )
         self._write_back_started = self._size
 
@@ -232,7 +240,9 @@ class Disk:
         """Raise OSError unless `size` bytes are free."""
         free = shutil.disk_usage(folder).free
         if free < size:
-            raise OSError(errno.ENOSPC, f"{format_bytes(size)} needed, {format_bytes(free)} free", str(folder))
+            raise OSError(
+                errno.ENOSPC, f"{format_bytes(size)} needed, {format_bytes(free)} free", str(folder)
+            )
 
 
 def format_bytes(size: float) -> str:

@@ -50,10 +50,11 @@ def explain(path: Path, error: OSError, doing: str = "written") -> CheckpointErr
     """The CheckpointError for an error of the file system, with its usual fix."""
     fix = FIXES.get(error.errno or 0, "Check the disk, or give another run.dir.")
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and doing.startswith("written"):
-        fix += (
-            f" `xscale checkpoint prune {shlex.quote(str(path.parent))} --keep-last 1` deletes the older checkpoints."
-        )
-    return CheckpointError(path, f"the checkpoint cannot be {doing}: {error.strerror or error}", fix)
+        folder = shlex.quote(str(path.parent))
+        fix += f" `xscale checkpoint prune {folder} --keep-last 1` deletes the older checkpoints."
+    return CheckpointError(
+        path, f"the checkpoint cannot be {doing}: {error.strerror or error}", fix
+    )
 
 
 def consensus(

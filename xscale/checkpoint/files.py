@@ -52,7 +52,11 @@ def visible_steps(folder: Path) -> list[tuple[int, Path]]:
     """List (step, path) of every visible checkpoint, newest first, without checking any."""
     if not folder.is_dir():
         return []
-    visible = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    visible = [
+        (step, path)
+        for path in folder.iterdir()
+        if (step := step_of(path)) is not None and path.is_dir()
+    ]
     return sorted(visible, reverse=True)
 
 
@@ -60,13 +64,19 @@ def hidden_folders(folder: Path) -> list[tuple[int, str, Path]]:
     """List (step, state, path) of every folder that an interrupted save or deletion left."""
     if not folder.is_dir():
         return []
-    matches = [(match, path) for path in folder.iterdir() if (match := _HIDDEN.fullmatch(path.name))]
+    matches = [
+        (match, path) for path in folder.iterdir() if (match := _HIDDEN.fullmatch(path.name))
+    ]
     return sorted((int(match[1]), match[2], path) for match, path in matches)
 
 
 def bad_folders(folder: Path) -> list[Path]:
     """List the checkpoints that were found damaged and renamed."""
-    return sorted(path for path in folder.iterdir() if _BAD.fullmatch(path.name)) if folder.is_dir() else []
+    return (
+        sorted(path for path in folder.iterdir() if _BAD.fullmatch(path.name))
+        if folder.is_dir()
+        else []
+    )
 
 
 def bad_folder(path: Path, label: str) -> Path:
@@ -88,7 +98,11 @@ class RunLock:
     """Lock of a run folder, taken by rank 0 when built; use it in a `with` statement."""
 
     def __init__(
-        self, folder: Path, *, group: dist.ProcessGroup | None = None, patience_seconds: float = PATIENCE_SECONDS
+        self,
+        folder: Path,
+        *,
+        group: dist.ProcessGroup | None = None,
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         """Collective. ConfigError, on every rank, when another process still has the lock after `patience_seconds`."""
         self._lock = FileLock(folder / LOCK_FILE)
@@ -99,10 +113,14 @@ class RunLock:
             self._lock.acquire(seconds)
         except LockedError as error:
             what = "another run is using this folder" + (f" ({error})" if str(error) else "")
-            raise ConfigError(str(folder), what, "Wait for it to end, stop it, or give another run.dir.") from None
+            raise ConfigError(
+                str(folder), what, "Wait for it to end, stop it, or give another run.dir."
+            ) from None
         except IrregularFileError as error:
             what = f"{error.strerror}, so no run is started here"
-            raise ConfigError(str(folder / LOCK_FILE), what, "Remove it, or give another run.dir.") from None
+            raise ConfigError(
+                str(folder / LOCK_FILE), what, "Remove it, or give another run.dir."
+            ) from None
 
     def is_in_place(self) -> bool:
         """Whether the run folder is still the one that was locked; true on ranks without the lock. Not collective.
@@ -125,6 +143,9 @@ class RunLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.release()

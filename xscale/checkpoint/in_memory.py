@@ -93,7 +93,9 @@ class InMemoryCheckpoint:
                 copy_box(target, local)
         self._copy_events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
-    def commit(self, step: int, tensors: Mapping[str, Tensor | Box | FlatShard], state: dict[str, Any]) -> Path:
+    def commit(
+        self, step: int, tensors: Mapping[str, Tensor | Box | FlatShard], state: dict[str, Any]
+    ) -> Path:
         """Hash what `copy` copied, send it to the partner, and make it the newest checkpoint; may run in a thread.
 
         CheckpointError on every rank when one fails; the previous checkpoint stays valid then.
@@ -105,7 +107,9 @@ class InMemoryCheckpoint:
             for event in self._copy_events:
                 event.synchronize()
             buffer = self._buffers[file]
-            header = ShardHeader(rank, step, self.ranks.world, buffer.numel(), _hash(buffer), _outline(shards), state)
+            header = ShardHeader(
+                rank, step, self.ranks.world, buffer.numel(), _hash(buffer), _outline(shards), state
+            )
             headers = [(file, header)]
             if self._partner_distance:
                 headers.append(self._swap_with_partners(header, buffer))
@@ -128,11 +132,19 @@ class InMemoryCheckpoint:
         outlines = self.ranks.on_all(self.folder, lambda: _outline(shards))
         if not (newest := _newest_common_step(offers, outlines, newer_than)):
             stale = max(
-                (header.step for headers in offers for header in headers if header.step > newer_than), default=None
+                (
+                    header.step
+                    for headers in offers
+                    for header in headers
+                    if header.step > newer_than
+                ),
+                default=None,
             )
             if stale is None:
                 return None, []
-            return None, [f"{self.folder}: the in-memory checkpoint of step {stale} is incomplete or of another layout"]
+            return None, [
+                f"{self.folder}: the in-memory checkpoint of step {stale} is incomplete or of another layout"
+            ]
         step, holders = newest
         for owner, holder in enumerate(holders):
             if owner != holder and rank in (owner, holder):
@@ -140,7 +152,9 @@ class InMemoryCheckpoint:
         intact = self.ranks.on_all(self.folder, lambda: self._is_intact(step))
         if not all(intact):
             bad = ", ".join(str(rank) for rank, is_intact in enumerate(intact) if not is_intact)
-            return None, [f"{self.folder}: the in-memory shards of rank {bad} are damaged (their hash differs)"]
+            return None, [
+                f"{self.folder}: the in-memory shards of rank {bad} are damaged (their hash differs)"
+            ]
         file, header = self._own_file(step)
         buffer = _memory_map(file, header.size)
         for local, offset in _offsets(shards):
@@ -168,7 +182,9 @@ class InMemoryCheckpoint:
             return buffer
         self._release(file)
         # A symbolic link here would overwrite what it points to.
-        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        handle = os.open(
+            file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
+        )
         try:
             os.ftruncate(handle, size)
             if size:
@@ -185,7 +201,9 @@ class InMemoryCheckpoint:
             return
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if status := int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)):
-            raise OSError(errno.ENOMEM, f"its pages cannot be locked (CUDA error {status})", str(file))
+            raise OSError(
+                errno.ENOMEM, f"its pages cannot be locked (CUDA error {status})", str(file)
+            )
         self._registered.add(file)
 
     def _release(self, file: Path) -> None:
@@ -198,13 +216,18 @@ class InMemoryCheckpoint:
     def _swap_with_partners(self, header: ShardHeader, buffer: Tensor) -> tuple[Path, ShardHeader]:
         """Send this rank's shards to the next machine; receive those of the previous one: their file and header."""
         world, rank = self.ranks.world, self.ranks.rank
-        target, source = (rank + self._partner_distance) % world, (rank - self._partner_distance) % world
+        target, source = (
+            (rank + self._partner_distance) % world,
+            (rank - self._partner_distance) % world,
+        )
         text = json.dumps(asdict(header)).encode()
         sizes = torch.tensor([len(text), buffer.numel()])
         incoming = torch.zeros_like(sizes)
         self._send_receive(sizes, target, incoming, source)
         incoming_text = torch.zeros(int(incoming[0]), dtype=torch.uint8)
-        self._send_receive(torch.frombuffer(bytearray(text), dtype=torch.uint8), target, incoming_text, source)
+        self._send_receive(
+            torch.frombuffer(bytearray(text), dtype=torch.uint8), target, incoming_text, source
+        )
         file = self._file(source)
         incoming_buffer = self._buffer(file, int(incoming[1]))
         self._send_receive(buffer, target, incoming_buffer, source)
@@ -215,7 +238,11 @@ class InMemoryCheckpoint:
         stride = CHUNK_BYTES if sent.dtype == torch.uint8 else sent.numel()
         for start in range(0, max(sent.numel(), received.numel()), stride):
             if start < sent.numel():
-                works.append(dist.isend(sent[start : start + CHUNK_BYTES], group=self.ranks.group, group_dst=target))
+                works.append(
+                    dist.isend(
+                        sent[start : start + CHUNK_BYTES], group=self.ranks.group, group_dst=target
+                    )
+                )
             if start < received.numel():
                 chunk = received[start : start + CHUNK_BYTES]
                 works.append(dist.irecv(chunk, group=self.ranks.group, group_src=source))
@@ -227,10 +254,14 @@ class InMemoryCheckpoint:
         """Send the shards of `owner`, which lost them, from `holder`, which has a copy."""
         group = self.ranks.group
         if self.ranks.rank == holder:
-            file, header = next(item for item in self._files() if (item[1].owner, item[1].step) == (owner, step))
+            file, header = next(
+                item for item in self._files() if (item[1].owner, item[1].step) == (owner, step)
+            )
             text = json.dumps(asdict(header)).encode()
             dist.send(torch.tensor([header.size, len(text)]), group=group, group_dst=owner)
-            dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), group=group, group_dst=owner)
+            dist.send(
+                torch.frombuffer(bytearray(text), dtype=torch.uint8), group=group, group_dst=owner
+            )
             for chunk in _chunks(_memory_map(file, header.size)):
                 dist.send(chunk, group=group, group_dst=owner)
             return
@@ -286,7 +317,9 @@ def _decode_header(content: bytes) -> ShardHeader:
         raise ValueError("it has other fields") from None
     counts = (header.owner, header.step, header.world, header.size)
     texts = (header.hash, header.outline)
-    if not all(type(count) is int and 0 <= count < 2**63 for count in counts) or not isinstance(header.state, dict):
+    if not all(type(count) is int and 0 <= count < 2**63 for count in counts) or not isinstance(
+        header.state, dict
+    ):
         raise ValueError("its counts are none")
     if not all(isinstance(text, str) for text in texts) or header.owner >= header.world:
         raise ValueError("it has no owner or no hash")
@@ -303,13 +336,19 @@ def _newest_common_step(
     holders: dict[int, dict[int, list[int]]] = {}
     for rank, headers in enumerate(offers):
         for header in headers:
-            if header.world == world and header.step > newer_than and header.outline == outlines[header.owner]:
+            if (
+                header.world == world
+                and header.step > newer_than
+                and header.outline == outlines[header.owner]
+            ):
                 holders.setdefault(header.step, {}).setdefault(header.owner, []).append(rank)
     complete = [step for step, by_owner in holders.items() if len(by_owner) == world]
     if not complete:
         return None
     by_owner = holders[max(complete)]
-    return max(complete), [owner if owner in by_owner[owner] else by_owner[owner][0] for owner in range(world)]
+    return max(complete), [
+        owner if owner in by_owner[owner] else by_owner[owner][0] for owner in range(world)
+    ]
 
 
 def _offsets(shards: Mapping[str, Box | FlatShard]) -> list[tuple[Tensor, int]]:
@@ -322,7 +361,10 @@ def _offsets(shards: Mapping[str, Box | FlatShard]) -> list[tuple[Tensor, int]]:
 
 
 def _size(shards: Mapping[str, Box | FlatShard]) -> int:
-    return sum(-(-shard.local.nbytes // ALIGNMENT) * ALIGNMENT for shard in shards.values()) + ALIGNMENT
+    return (
+        sum(-(-shard.local.nbytes // ALIGNMENT) * ALIGNMENT for shard in shards.values())
+        + ALIGNMENT
+    )
 
 
 def _hash(buffer: Tensor) -> str:

@@ -53,7 +53,11 @@ ALLOWED_GLOBALS = {
     "collections": ("OrderedDict",),
     "pathlib": ("PosixPath",),
 }
-BUILT = tuple(name for module in ("metadata", "planner", "filesystem") for name in ALLOWED_GLOBALS[f"{DCP}.{module}"])
+BUILT = tuple(
+    name
+    for module in ("metadata", "planner", "filesystem")
+    for name in ALLOWED_GLOBALS[f"{DCP}.{module}"]
+)
 """Classes whose instances have a state; the state of a class itself would change it for the whole process."""
 REFUSED_OPCODES = (
     pickle.PERSID,
@@ -162,7 +166,9 @@ def read_index(path: Path, sizes: Mapping[str, int] | None = None) -> Metadata:
     except FileNotFoundError:
         raise DamageError(path, f"the file {name} is missing", FIX, "missing") from None
     except OSError as error:
-        raise DamageError(path, f"the file {name} cannot be read: {error.strerror}", FIX, "unreadable") from None
+        raise DamageError(
+            path, f"the file {name} cannot be read: {error.strerror}", FIX, "unreadable"
+        ) from None
     except ValueError as error:
         raise DamageError(path, f"{name} {error}", FIX, "unreadable") from None
     return metadata
@@ -209,19 +215,26 @@ def _check_storage(index: Any, info: Any, sizes: Mapping[str, int]) -> None:
     if file not in sizes:
         raise ValueError(f"names the file {file}, which the checkpoint does not have")
     if not _are_counts([offset, length]) or offset + length > sizes[file]:  # type: ignore[operator]
-        raise ValueError(f"names bytes that are not in {file}: {length} from {offset} on, of {sizes[file]}")
+        raise ValueError(
+            f"names bytes that are not in {file}: {length} from {offset} on, of {sizes[file]}"
+        )
     if fields.get("transform_descriptors"):
         raise ValueError(f"says that {file} is transformed, which xscale never does")
 
 
 def _check_tensor(
-    name: str, entry: TensorStorageMetadata, storage: Mapping[MetadataIndex, _StorageInfo], complete: bool
+    name: str,
+    entry: TensorStorageMetadata,
+    storage: Mapping[MetadataIndex, _StorageInfo],
+    complete: bool,
 ) -> None:
     """Check that the boxes of a tensor are stored and in it; if `complete`, that they are it."""
     shape = entry.size
     chunks = entry.chunks
     properties = entry.properties
-    if not isinstance(properties, TensorProperties) or not isinstance(properties.dtype, torch.dtype):
+    if not isinstance(properties, TensorProperties) or not isinstance(
+        properties.dtype, torch.dtype
+    ):
         raise ValueError(f"has no dtype of {name}")
     if not _are_counts(shape) or not isinstance(chunks, list) or math.prod(shape) >= 2**63:
         raise ValueError(f"has no shape of {name}")
@@ -248,17 +261,22 @@ def _check_tensor(
             lows.append(list(chunk.offsets))
             highs.append(ends)
     if complete and not _fill(shape, lows, highs):
-        raise ValueError(f"has boxes of {name} that do not fill its shape {list(shape)}, or overlap")
+        raise ValueError(
+            f"has boxes of {name} that do not fill its shape {list(shape)}, or overlap"
+        )
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, Sequence) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    return isinstance(values, Sequence) and all(
+        type(value) is int and 0 <= value < 2**63 for value in values
+    )
 
 
 def _fill(shape: Sequence[int], lows: list[list[int]], highs: list[list[int]]) -> bool:
     """Whether boxes inside a tensor fill it without overlap: they are disjoint, and have as many elements."""
     elements = sum(
-        math.prod(high - low for low, high in zip(*corners, strict=True)) for corners in zip(lows, highs, strict=True)
+        math.prod(high - low for low, high in zip(*corners, strict=True))
+        for corners in zip(lows, highs, strict=True)
     )
     if elements != math.prod(shape):
         return False

@@ -58,7 +58,9 @@ def load(
     stored = ranks.on_rank0(path, lambda: open_manifest(path))
     if verify:
         ranks.on_all(path, lambda: manifest.check_hashes(path, stored, ranks.rank, ranks.world))
-    entries = ranks.on_rank0(path, lambda: tensor_entries(read_index(path, manifest.tensor_file_sizes(stored))))
+    entries = ranks.on_rank0(
+        path, lambda: tensor_entries(read_index(path, manifest.tensor_file_sizes(stored)))
+    )
     step, state = ranks.on_rank0(path, lambda: _state(path))
     config = ranks.on_rank0(path, lambda: read_config(path))
     if check is not None:
@@ -69,7 +71,9 @@ def load(
     return Loaded(path, step, state, config)
 
 
-def read_some(path: Path, tensors: Mapping[str, Tensor | FlatShard], group: dist.ProcessGroup | None = None) -> None:
+def read_some(
+    path: Path, tensors: Mapping[str, Tensor | FlatShard], group: dist.ProcessGroup | None = None
+) -> None:
     """Fill `tensors`, some of those in the checkpoint, in place and whatever their dtype. Collective.
 
     The caller has compared names and shapes; DamageError when a file is not what was written.
@@ -109,11 +113,15 @@ def restore(
             if consensus(group, "read").on_rank0(folder, lambda: bool(bad_folders(folder))):
                 fix = "Give another run.dir to start again, or restore a good checkpoint."
                 raise ConfigError(
-                    str(folder), f"no checkpoint in it is good ({' | '.join(reasons) or 'see bad-*'})", fix
+                    str(folder),
+                    f"no checkpoint in it is good ({' | '.join(reasons) or 'see bad-*'})",
+                    fix,
                 )
             return Restored(None, tuple(reasons))
         try:
-            return Restored(load(newest.path, tensors, verify=verify, group=group, check=check), tuple(reasons))
+            return Restored(
+                load(newest.path, tensors, verify=verify, group=group, check=check), tuple(reasons)
+            )
         except DamageError as damage:
             reasons.append(set_aside(newest.path, damage, consensus(group, "read")))
 
@@ -134,7 +142,9 @@ def unpadded_vocabulary_of(state: dict[str, Any], vocabulary: int) -> int:
     return rows if type(rows) is int and 0 < rows < vocabulary else vocabulary
 
 
-def load_tensors(path: Path, names: list[str] | None = None, *, verify: bool = True) -> dict[str, Tensor]:
+def load_tensors(
+    path: Path, names: list[str] | None = None, *, verify: bool = True
+) -> dict[str, Tensor]:
     """Read full tensors to this process's CPU, without a model: those of `names`, by default all."""
     reader = CheckpointReader(path, verify=verify)
     return reader.tensors(list(reader.entries) if names is None else names)
@@ -158,8 +168,13 @@ class CheckpointReader:
         if missing := [name for name in names if name not in self.entries]:
             fix = "`xscale checkpoint show` lists what it has."
             raise ConfigError(str(self.path), f"it has no tensor {_some_names(missing)}", fix)
-        tensors = {name: torch.empty(self.entries[name].shape, dtype=self.entries[name].dtype) for name in names}
-        tensor_files.read(self.path, tensors, consensus(doing="read", single_process=True), self._index)
+        tensors = {
+            name: torch.empty(self.entries[name].shape, dtype=self.entries[name].dtype)
+            for name in names
+        }
+        tensor_files.read(
+            self.path, tensors, consensus(doing="read", single_process=True), self._index
+        )
         return tensors
 
     def tensor(self, name: str) -> Tensor:
@@ -190,16 +205,24 @@ def averages_of(path: Path, entries: Collection[str]) -> dict[str, str]:
     names = [name.removeprefix(AVERAGES) for name in entries if name.startswith(AVERAGES)]
     if not names:
         what = "the checkpoint has no moving average of the weights"
-        raise ConfigError(str(path), what, "Leave out --ema, or train with train.ema_decay, such as 0.999.")
+        raise ConfigError(
+            str(path), what, "Leave out --ema, or train with train.ema_decay, such as 0.999."
+        )
     return {f"{WEIGHTS}{name}": f"{AVERAGES}{name}" for name in names}
 
 
 def open_manifest(path: Path) -> manifest.CheckpointManifest:
     """Read the manifest and check the size of every file; ConfigError when `path` is no checkpoint."""
     if not path.is_dir():
-        raise ConfigError(str(path), "there is no such folder", "Give the folder of a checkpoint (step-...).")
+        raise ConfigError(
+            str(path), "there is no such folder", "Give the folder of a checkpoint (step-...)."
+        )
     if not (path / MANIFEST).exists() and not (path / CONFIG).exists():
-        raise ConfigError(str(path), "this is not a checkpoint", "Give a folder that `xscale checkpoint ls` shows.")
+        raise ConfigError(
+            str(path),
+            "this is not a checkpoint",
+            "Give a folder that `xscale checkpoint ls` shows.",
+        )
     stored = manifest.read(path)
     manifest.check_sizes(path, stored)
     return stored
@@ -213,7 +236,9 @@ def _json(path: Path, name: str) -> dict[str, Any]:
         what = f"{name} cannot be read: {reason(error)}"
         raise DamageError(path, what, "Use another checkpoint.", "unreadable") from None
     if not isinstance(data, dict):
-        raise DamageError(path, f"{name} is not an object of JSON", "Use another checkpoint.", "unreadable")
+        raise DamageError(
+            path, f"{name} is not an object of JSON", "Use another checkpoint.", "unreadable"
+        )
     return data
 
 
@@ -236,7 +261,9 @@ def _check_state(
     try:
         check(state, config)
     except ValueError as error:
-        raise DamageError(path, f"its {STATE} or {CONFIG} is not what a run writes: {error}", label="state") from None
+        raise DamageError(
+            path, f"its {STATE} or {CONFIG} is not what a run writes: {error}", label="state"
+        ) from None
 
 
 def _require_same_tensors(
@@ -253,13 +280,25 @@ def _require_same_tensors(
         if entry is None:
             faults.append(("missing", name, ""))
         elif tuple(tensor.shape) != entry.shape:
-            faults.append(("shape", name, f"is {list(entry.shape)} there and {list(tensor.shape)} here"))
+            faults.append(
+                ("shape", name, f"is {list(entry.shape)} there and {list(tensor.shape)} here")
+            )
         elif tensor.dtype != entry.dtype and not cast_types:
-            faults.append(("type", name, f"is {entry.dtype} there and {tensor.dtype} here".replace("torch.", "")))
+            faults.append(
+                (
+                    "type",
+                    name,
+                    f"is {entry.dtype} there and {tensor.dtype} here".replace("torch.", ""),
+                )
+            )
     expected = bytes(name in tensors for name in entries)
     answers = ranks.on_all(path, lambda: (faults, expected))
     merged = list(dict.fromkeys(fault for rank_faults, _ in answers for fault in rank_faults))
-    unexpected = [name for number, name in enumerate(entries) if not any(flags[number] for _, flags in answers)]
+    unexpected = [
+        name
+        for number, name in enumerate(entries)
+        if not any(flags[number] for _, flags in answers)
+    ]
     _refuse(path, merged, unexpected)
 
 
@@ -273,7 +312,9 @@ def _refuse(path: Path, faults: list[tuple[str, str, str]], unexpected: list[str
         clauses.append(_some_names(shapes))
     if clauses:
         fix = f"Train with the config it was saved with ({path / CONFIG}) or give another run.dir."
-        raise ConfigError(str(path), f"this checkpoint is of another model: {'; '.join(clauses)}", fix)
+        raise ConfigError(
+            str(path), f"this checkpoint is of another model: {'; '.join(clauses)}", fix
+        )
     if types := [f"{name} {what}" for kind, name, what in faults if kind == "type"]:
         fix = "Use the precision it was saved with, or request the conversion."
         raise ConfigError(str(path), f"this checkpoint has other dtypes: {_some_names(types)}", fix)

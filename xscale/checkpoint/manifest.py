@@ -10,7 +10,17 @@ from typing import Any
 from xscale.checkpoint import disk as files_on_disk
 from xscale.checkpoint.disk import Digest, Disk
 from xscale.checkpoint.errors import DamageError
-from xscale.checkpoint.files import CONFIG, FORMAT, FORMATS, INDEX, MANIFEST, SEAL, STATE, TENSORS, step_of
+from xscale.checkpoint.files import (
+    CONFIG,
+    FORMAT,
+    FORMATS,
+    INDEX,
+    MANIFEST,
+    SEAL,
+    STATE,
+    TENSORS,
+    step_of,
+)
 from xscale.core.errors import ConfigError
 from xscale.core.files.file_safety import check_relative, decode_json
 from xscale.core.files.run_files import kind_of, read_run_file
@@ -68,9 +78,14 @@ def read(path: Path) -> CheckpointManifest:
         raise DamageError(path, f"{MANIFEST} is not a manifest", FIX, "manifest") from None
     if type(version) is not int or version not in FORMATS:
         what = f"it has format {version}, and this xscale reads formats {', '.join(str(known) for known in FORMATS)}"
-        raise ConfigError(str(path), what, f"Read it with the version that wrote it ({data.get('written_by')}).")
+        raise ConfigError(
+            str(path), what, f"Read it with the version that wrote it ({data.get('written_by')})."
+        )
     try:
-        files = {name: files_on_disk.from_json(path, digest) for name, digest in data.pop("files").items()}
+        files = {
+            name: files_on_disk.from_json(path, digest)
+            for name, digest in data.pop("files").items()
+        }
         stored = CheckpointManifest(files=files, **data)
         _check_types(stored)
     except (TypeError, KeyError, AttributeError):
@@ -78,7 +93,9 @@ def read(path: Path) -> CheckpointManifest:
     except ValueError as error:
         raise DamageError(path, f"{MANIFEST} is not a manifest: {error}", FIX, "manifest") from None
     if step_of(path) not in (None, stored.step):
-        what = f"the folder's name says step {step_of(path)} and its manifest says step {stored.step}"
+        what = (
+            f"the folder's name says step {step_of(path)} and its manifest says step {stored.step}"
+        )
         raise DamageError(path, what, "Give the folder the name of its manifest's step.", "step")
     return stored
 
@@ -95,7 +112,9 @@ def _check_types(manifest: CheckpointManifest) -> None:
             raise ValueError(f"the size of {name} is {digest.size!r}")
         if not isinstance(digest.value, str) or not re.fullmatch("[0-9a-f]{32,64}", digest.value):
             raise ValueError(f"the hash of {name} is {digest.value!r}")
-    if missing := [name for name in (CONFIG, STATE, f"{TENSORS}/{INDEX}") if name not in manifest.files]:
+    if missing := [
+        name for name in (CONFIG, STATE, f"{TENSORS}/{INDEX}") if name not in manifest.files
+    ]:
         raise ValueError(f"it does not list {missing[0]}")
 
 
@@ -107,7 +126,9 @@ def tensor_file_sizes(manifest: CheckpointManifest) -> dict[str, int]:
     """Return the bytes of each file in the folder of tensors, by its name there."""
     prefix = f"{TENSORS}/"
     return {
-        name.removeprefix(prefix): digest.size for name, digest in manifest.files.items() if name.startswith(prefix)
+        name.removeprefix(prefix): digest.size
+        for name, digest in manifest.files.items()
+        if name.startswith(prefix)
     }
 
 
@@ -126,15 +147,24 @@ def check_sizes(path: Path, manifest: CheckpointManifest) -> None:
             raise DamageError(path, what, FIX, "size")
 
 
-def check_hashes(path: Path, manifest: CheckpointManifest, reader: int = 0, readers: int = 1) -> None:
+def check_hashes(
+    path: Path, manifest: CheckpointManifest, reader: int = 0, readers: int = 1
+) -> None:
     """Raise DamageError when the content of a file changed; of several `readers`, each checks other files."""
     for name in files_to_check(manifest, reader, readers):
         try:
             digest = files_on_disk.hash_file(path / name, manifest.files[name].hash)
         except OSError as error:
-            raise DamageError(path, f"the file {name} cannot be read: {error.strerror}", FIX, "unreadable") from None
+            raise DamageError(
+                path, f"the file {name} cannot be read: {error.strerror}", FIX, "unreadable"
+            ) from None
         if digest != manifest.files[name]:
-            raise DamageError(path, f"the content of {name} is not what was written (its hash differs)", FIX, "hash")
+            raise DamageError(
+                path,
+                f"the content of {name} is not what was written (its hash differs)",
+                FIX,
+                "hash",
+            )
 
 
 def files_to_check(manifest: CheckpointManifest, reader: int, readers: int) -> list[str]:

@@ -18,7 +18,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
@@ -57,11 +63,17 @@ def local_shards(tensors: Mapping[str, Tensor | Box | FlatShard]) -> dict[str, B
 
 
 def _box_of_dtensor(name: str, tensor: DTensor) -> Box:
-    assert not any(placement.is_partial() for placement in tensor.placements), f"{name} is a partial sum: reduce it"
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert not any(placement.is_partial() for placement in tensor.placements), (
+        f"{name} is a partial sum: reduce it"
+    )
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     with torch.no_grad():
         local = tensor.to_local()
-    assert tuple(local.shape) == tuple(shape), f"{name}: local {tuple(local.shape)}, but its placements say {shape}"
+    assert tuple(local.shape) == tuple(shape), (
+        f"{name}: local {tuple(local.shape)}, but its placements say {shape}"
+    )
     return Box(local.detach(), tuple(tensor.shape), tuple(offset))
 
 
@@ -113,7 +125,9 @@ def outline(shards: Mapping[str, Box | FlatShard]) -> Outline:
     }
 
 
-def plan_save(shards: Mapping[str, Box | FlatShard], path: Path, ranks: Consensus) -> CheckpointPlan:
+def plan_save(
+    shards: Mapping[str, Box | FlatShard], path: Path, ranks: Consensus
+) -> CheckpointPlan:
     """Divide the boxes of all ranks among them, without duplicates and balanced by bytes. Collective."""
     items = [item for name, shard in shards.items() for item in write_items(name, shard)]
     with paused_garbage_collection():
@@ -125,7 +139,9 @@ def divide_plans(local_plans: list[SavePlan]) -> list[CheckpointPlan]:
     """Turn what each rank could write into what each rank writes; the first plan has the index. Outlines are empty."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     save_plans, index = planner.create_global_plan(local_plans)
-    size = sum(entry.size + BOX_OVERHEAD_BYTES * entry.boxes for entry in tensor_entries(index).values())
+    size = sum(
+        entry.size + BOX_OVERHEAD_BYTES * entry.boxes for entry in tensor_entries(index).values()
+    )
     plans = [CheckpointPlan(tuple(plan.items), None, size, {}) for plan in save_plans]
     plans[0] = replace(plans[0], index=index)
     return plans
@@ -149,7 +165,11 @@ def paused_garbage_collection() -> Iterator[None]:
 def write_items(name: str, shard: Box | FlatShard) -> list[WriteItem]:
     """Split the shard into boxes along its first dim; a flat shard is first split into boxes."""
     if isinstance(shard, FlatShard):
-        return [item for view, offset in shard.boxes() for item in write_items(name, Box(view, shard.shape, offset))]
+        return [
+            item
+            for view, offset in shard.boxes()
+            for item in write_items(name, Box(view, shard.shape, offset))
+        ]
     sizes, offset = tuple(shard.local.shape), shard.offset
     rows = sizes[0] if sizes else 1
     row_size = shard.local.nbytes // max(rows, 1)
@@ -160,8 +180,12 @@ def write_items(name: str, shard: Box | FlatShard) -> list[WriteItem]:
         at = (offset[0] + start, *offset[1:]) if sizes else ()
         extent = (min(step, rows - start), *sizes[1:]) if sizes else ()
         chunk = ChunkStorageMetadata(torch.Size(at), torch.Size(extent))
-        data = TensorWriteData(chunk, TensorProperties(dtype=shard.local.dtype), torch.Size(shard.shape))
-        items.append(WriteItem(MetadataIndex(name, torch.Size(at)), WriteItemType.SHARD, tensor_data=data))
+        data = TensorWriteData(
+            chunk, TensorProperties(dtype=shard.local.dtype), torch.Size(shard.shape)
+        )
+        items.append(
+            WriteItem(MetadataIndex(name, torch.Size(at)), WriteItemType.SHARD, tensor_data=data)
+        )
     return items
 
 
@@ -179,10 +203,14 @@ def view_of_item(shard: Box | FlatShard, item: WriteItem) -> Tensor:
 class LoadPlanner(DefaultLoadPlanner):
     """Reads tensors as torch's load planner does, and each flat shard box by box, which torch's planner cannot."""
 
-    def __init__(self, tensors: Mapping[str, Tensor | FlatShard], index: Metadata, is_rank0: bool) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor | FlatShard], index: Metadata, is_rank0: bool
+    ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.views: dict[MetadataIndex, Tensor] = {}
-        self.flat_shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FlatShard)}
+        self.flat_shards = {
+            name: tensor for name, tensor in tensors.items() if isinstance(tensor, FlatShard)
+        }
         plain = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
         self.set_up_planner(plain, index, is_rank0)
 
@@ -194,7 +222,9 @@ class LoadPlanner(DefaultLoadPlanner):
             assert isinstance(stored, TensorStorageMetadata)
             boxes = shard.boxes()
             self.views |= {MetadataIndex(name, torch.Size(offset)): view for view, offset in boxes}
-            chunks = [ChunkStorageMetadata(torch.Size(offset), view.size()) for view, offset in boxes]
+            chunks = [
+                ChunkStorageMetadata(torch.Size(offset), view.size()) for view, offset in boxes
+            ]
             items = items + create_read_items_for_chunk_list(name, stored, chunks)
         return LoadPlan(items)
 

@@ -27,7 +27,11 @@ def excess(
     for step, path in visible_steps(folder):
         if is_complete(path, hashes=hashes and not good):
             good.append((step, path))
-    return [(step, path) for step, path in reversed(good[keep_last:]) if not (keep_every and step % keep_every == 0)]
+    return [
+        (step, path)
+        for step, path in reversed(good[keep_last:])
+        if not (keep_every and step % keep_every == 0)
+    ]
 
 
 def is_complete(path: Path, *, hashes: bool = False) -> bool:
@@ -53,7 +57,9 @@ def delete_excess(
     return [path for step, path in rows if _delete(folder, step, path, disk)]
 
 
-def make_room(folder: Path, keep_last: int | None, keep_every: int | None, size: int, disk: Disk) -> None:
+def make_room(
+    folder: Path, keep_last: int | None, keep_every: int | None, size: int, disk: Disk
+) -> None:
     """Delete, oldest first, what `delete_excess` will delete after the next save, until `size` bytes are free.
 
     Two good checkpoints stay, because the next one is not written yet. OSError when there is not enough room.
@@ -82,7 +88,9 @@ def _delete(folder: Path, step: int, path: Path, disk: Disk) -> bool:
         disk.rename(path, hidden)
     except OSError as error:
         # The new checkpoint is complete: a failure to delete an old one does not make its save fail.
-        logging.getLogger(__name__).warning("%s: the old checkpoint is kept: %s", path, error.strerror)
+        logging.getLogger(__name__).warning(
+            "%s: the old checkpoint is kept: %s", path, error.strerror
+        )
         return False
     disk.delete(hidden)
     return True

@@ -74,12 +74,22 @@ def encode(data: dict[str, Any]) -> bytes:
 
 
 def write(
-    folder: Path, snapshot: Snapshot, ranks: Consensus, disk: Disk, keep_last: int | None, keep_every: int | None
+    folder: Path,
+    snapshot: Snapshot,
+    ranks: Consensus,
+    disk: Disk,
+    keep_last: int | None,
+    keep_every: int | None,
 ) -> Path:
     """Write a snapshot and apply retention; return the checkpoint's path. Collective."""
-    final, hidden = step_folder(folder, snapshot.step), hidden_folder(folder, snapshot.step, "writing")
+    final, hidden = (
+        step_folder(folder, snapshot.step),
+        hidden_folder(folder, snapshot.step, "writing"),
+    )
     try:
-        ranks.on_rank0(final, lambda: _create_hidden(hidden, snapshot.plan.size, disk, keep_last, keep_every))
+        ranks.on_rank0(
+            final, lambda: _create_hidden(hidden, snapshot.plan.size, disk, keep_last, keep_every)
+        )
         ranks.on_all(final, lambda: _wait_visible(hidden / TENSORS))
         tensor_files.write(hidden, snapshot.plan, snapshot.box, disk, ranks, final)
         parts = ranks.on_all(final, lambda: _digests(disk, hidden))
@@ -93,7 +103,9 @@ def write(
     return final
 
 
-def _create_hidden(hidden: Path, size: int, disk: Disk, keep_last: int | None, keep_every: int | None) -> None:
+def _create_hidden(
+    hidden: Path, size: int, disk: Disk, keep_last: int | None, keep_every: int | None
+) -> None:
     disk.delete(hidden)
     disk.make(hidden / TENSORS)
     make_room(hidden.parent, keep_last, keep_every, size, disk)
@@ -104,7 +116,9 @@ def _wait_visible(path: Path) -> None:
     while not path.is_dir():
         if time.monotonic() > end:
             what = "rank 0 created this folder and this rank does not see it"
-            raise CheckpointError(path, what, "Give a run.dir on a file system that all nodes share.")
+            raise CheckpointError(
+                path, what, "Give a run.dir on a file system that all nodes share."
+            )
         time.sleep(0.05)
 
 
@@ -114,7 +128,9 @@ def _digests(disk: Disk, hidden: Path) -> dict[str, Digest]:
     return {path.relative_to(hidden).as_posix(): disk.written.pop(path) for path in written}
 
 
-def _publish(final: Path, hidden: Path, files: dict[str, Digest], snapshot: Snapshot, world: int, disk: Disk) -> None:
+def _publish(
+    final: Path, hidden: Path, files: dict[str, Digest], snapshot: Snapshot, world: int, disk: Disk
+) -> None:
     """Write config, state and manifest, flush the folders, and make the checkpoint visible."""
     disk.write(hidden / CONFIG, snapshot.config)
     disk.write(hidden / STATE, snapshot.state)
@@ -140,5 +156,7 @@ def _publish(final: Path, hidden: Path, files: dict[str, Digest], snapshot: Snap
 def _discard(hidden: Path, disk: Disk) -> None:
     try:
         disk.delete(hidden)
-    except OSError:  # the cause of the failed save may make this fail too; the next save or start deletes it
+    except (
+        OSError
+    ):  # the cause of the failed save may make this fail too; the next save or start deletes it
         return

@@ -12,7 +12,13 @@ import torch.distributed as dist
 from xscale.checkpoint import manifest
 from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import DamageError, consensus
-from xscale.checkpoint.files import bad_folder, bad_folders, hidden_folders, step_folder, visible_steps
+from xscale.checkpoint.files import (
+    bad_folder,
+    bad_folders,
+    hidden_folders,
+    step_folder,
+    visible_steps,
+)
 from xscale.core.errors import ConfigError, NoticeWarning
 from xscale.core.files.atomic_write import write_atomically
 from xscale.core.files.run_files import kind_of
@@ -35,7 +41,11 @@ class SearchResult:
 
 
 def find_newest(
-    folder: Path, *, group: dist.ProcessGroup | None = None, hashes: bool = False, repair: bool = False
+    folder: Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    hashes: bool = False,
+    repair: bool = False,
 ) -> SearchResult:
     """Find the newest checkpoint whose files exist with the right sizes, with `hashes` also the right contents.
 
@@ -48,14 +58,20 @@ def find_newest(
     if repair:
         reasons += ranks.on_rank0(folder, lambda: repair_folder(folder, Disk()))
     tried: set[Path] = set()
-    while fresh := [path for _, path in ranks.on_rank0(folder, lambda: visible_steps(folder)) if path not in tried]:
+    while fresh := [
+        path
+        for _, path in ranks.on_rank0(folder, lambda: visible_steps(folder))
+        if path not in tried
+    ]:
         # Listed again each time: a running run may have replaced the checkpoint just tried by a newer one.
         path = fresh[0]
         tried.add(path)
         try:
             stored = ranks.on_rank0(path, partial(_manifest_with_sizes, path))
             if hashes:
-                ranks.on_all(path, partial(manifest.check_hashes, path, stored, ranks.rank, ranks.world))
+                ranks.on_all(
+                    path, partial(manifest.check_hashes, path, stored, ranks.rank, ranks.world)
+                )
             return SearchResult(path, stored.step, tuple(reasons))
         except DamageError as damage:
             passed = f"{damage.path}: {damage.what}; passed over"
@@ -102,7 +118,11 @@ def why_older(folder: Path, step: int) -> str:
             reasons.append(f"{damage.path}: {damage.what}; passed over")
         except ConfigError as error:
             reasons.append(f"{error}; passed over")
-    reasons += [f"step {number} was set aside ({why})" for number, why in _set_aside(folder) if number > step]
+    reasons += [
+        f"step {number} was set aside ({why})"
+        for number, why in _set_aside(folder)
+        if number > step
+    ]
     return f"the newest checkpoint is damaged: {'; '.join(reasons)}" if reasons else ""
 
 
@@ -111,12 +131,16 @@ def _checkpoint_of_step(folder: Path, step: int) -> Path:
     known = dict(visible_steps(folder))
     if step not in known:
         steps = ", ".join(map(str, sorted(known, reverse=True)[:STEPS_LISTED])) or "none"
-        raise ConfigError("--step", f"{folder} has no checkpoint of step {step}", f"It has: {steps}.")
+        raise ConfigError(
+            "--step", f"{folder} has no checkpoint of step {step}", f"It has: {steps}."
+        )
     try:
         _manifest_with_sizes(known[step])
     except DamageError as damage:
         fix = "Give another step: `xscale checkpoint ls` shows which are good."
-        raise ConfigError("--step", f"the checkpoint of step {step} is damaged: {damage.what}", fix) from None
+        raise ConfigError(
+            "--step", f"the checkpoint of step {step} is damaged: {damage.what}", fix
+        ) from None
     return known[step]
 
 
@@ -168,7 +192,9 @@ def repair_folder(folder: Path, disk: Disk) -> list[str]:
         final = step_folder(folder, step)
         if state == "replaced" and not os.path.lexists(final):
             disk.rename(path, final)
-            reasons.append(f"{final}: restored, because the save that was to replace it was interrupted")
+            reasons.append(
+                f"{final}: restored, because the save that was to replace it was interrupted"
+            )
             continue
         disk.delete(path)
         if state == "writing":

@@ -53,7 +53,9 @@ class Slab:
         self._fault: Exception | None = None
         self._thread: threading.Thread | None = None
         if pin is not None and layout.size:
-            self._thread = threading.Thread(target=self._pin, args=(pin,), name="pinning", daemon=True)
+            self._thread = threading.Thread(
+                target=self._pin, args=(pin,), name="pinning", daemon=True
+            )
             self._thread.start()
 
     def _pin(self, pin: Callable[[Tensor], object]) -> None:
@@ -140,7 +142,9 @@ class Staging:
         self._slab: Slab | None = None
         self._of_device: dict[torch.device, CopyStream | None] = {}
 
-    def prepare(self, items: Sequence[WriteItem], shards: Mapping[str, Box | FlatShard]) -> dict[MetadataIndex, Tensor]:
+    def prepare(
+        self, items: Sequence[WriteItem], shards: Mapping[str, Box | FlatShard]
+    ) -> dict[MetadataIndex, Tensor]:
         """Get the memory of a save of these items, unless it is there; return what is copied, by box.
 
         Locking the pages of many gigabytes takes seconds: called early, this costs training none of them.
@@ -150,11 +154,15 @@ class Staging:
         for device in {source.device for source in sources.values()} - self._of_device.keys():
             self._of_device[device] = self._streams(device)
         if self._slab is None or self._slab.layout != layout:
-            beside_gpu = any(self._of_device[source.device] is not None for source in sources.values())
+            beside_gpu = any(
+                self._of_device[source.device] is not None for source in sources.values()
+            )
             self._slab = Slab(layout, self._pin if beside_gpu else None)
         return sources
 
-    def copy(self, items: Sequence[WriteItem], shards: Mapping[str, Box | FlatShard]) -> Callable[[WriteItem], Tensor]:
+    def copy(
+        self, items: Sequence[WriteItem], shards: Mapping[str, Box | FlatShard]
+    ) -> Callable[[WriteItem], Tensor]:
         """Copy each item's box and return a function that looks up the copies.
 
         Copies from a GPU are queued behind the step that computed the numbers. Call `hold_update` before what changes

@@ -12,7 +12,12 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from typing_extensions import Buffer
 
@@ -36,7 +41,12 @@ StorageInfo = dict[MetadataIndex, _StorageInfo]
 
 
 def write(
-    path: Path, plan: CheckpointPlan, box: Callable[[WriteItem], Tensor], disk: Disk, ranks: Consensus, final: Path
+    path: Path,
+    plan: CheckpointPlan,
+    box: Callable[[WriteItem], Tensor],
+    disk: Disk,
+    ranks: Consensus,
+    final: Path,
 ) -> None:
     """Write this rank's boxes, and on rank 0 the index of all. Collective; errors name `final`."""
 
@@ -57,7 +67,11 @@ def write(
 
 
 def _write_boxes(
-    folder: Path, name: str, items: tuple[WriteItem, ...], box: Callable[[WriteItem], Tensor], disk: Disk
+    folder: Path,
+    name: str,
+    items: tuple[WriteItem, ...],
+    box: Callable[[WriteItem], Tensor],
+    disk: Disk,
 ) -> StorageInfo:
     written: StorageInfo = {}
     if not items:
@@ -87,7 +101,10 @@ def _write_box(stream: HashingFile, tensor: Tensor) -> None:
 
 
 def read(
-    path: Path, tensors: Mapping[str, Tensor | FlatShard], ranks: Consensus, index: Metadata | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor | FlatShard],
+    ranks: Consensus,
+    index: Metadata | None = None,
 ) -> None:
     """Fill `tensors` in place, whatever the layout that wrote them. Collective; CheckpointError on every rank.
 
@@ -139,7 +156,9 @@ class _FileSlice(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        )
         if self._at < 0:
             raise OutsideError("a position before the start")
         return self._at
@@ -165,26 +184,41 @@ def _read_boxes(folder: Path, metadata: Metadata, planner: LoadPlanner, plan: Lo
         with io.BufferedReader(open_run_file(folder / name)) as file:
             latest: tuple[MetadataIndex, Tensor] | None = None
             # Several shards of this rank may have a part of one box, which is read once.
-            for item in sorted(of_file, key=lambda item: metadata.storage_data[item.storage_index].offset):
+            for item in sorted(
+                of_file, key=lambda item: metadata.storage_data[item.storage_index].offset
+            ):
                 box_index = item.storage_index
                 if latest is None or latest[0] != box_index:
-                    dtype = cast(TensorStorageMetadata, metadata.state_dict_metadata[box_index.fqn]).properties.dtype
-                    latest = box_index, _read_box(file, metadata.storage_data[box_index], shapes[box_index], dtype)
+                    dtype = cast(
+                        TensorStorageMetadata, metadata.state_dict_metadata[box_index.fqn]
+                    ).properties.dtype
+                    latest = (
+                        box_index,
+                        _read_box(file, metadata.storage_data[box_index], shapes[box_index], dtype),
+                    )
                 box = latest[1]
-                for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                for dim, (offset, length) in enumerate(
+                    zip(item.storage_offsets, item.lengths, strict=True)
+                ):
                     box = box.narrow(dim, offset, length)
                 planner.resolve_tensor(item).detach().copy_(box)
 
 
 def _box_shapes(metadata: Metadata, names: set[str]) -> dict[MetadataIndex, torch.Size]:
     """Shape of every box of these tensors."""
-    entries = {name: cast(TensorStorageMetadata, metadata.state_dict_metadata[name]) for name in names}
+    entries = {
+        name: cast(TensorStorageMetadata, metadata.state_dict_metadata[name]) for name in names
+    }
     return {
-        MetadataIndex(name, chunk.offsets): chunk.sizes for name, entry in entries.items() for chunk in entry.chunks
+        MetadataIndex(name, chunk.offsets): chunk.sizes
+        for name, entry in entries.items()
+        for chunk in entry.chunks
     }
 
 
-def _read_box(file: "io.BufferedReader[Any]", info: _StorageInfo, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _read_box(
+    file: "io.BufferedReader[Any]", info: _StorageInfo, shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
     """Read a box from what `torch.save` wrote of it, and nothing else."""
     stream = _FileSlice(file, info.offset, info.length)
     try:

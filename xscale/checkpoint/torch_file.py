@@ -25,7 +25,9 @@ def load_torch_file(file: Path | IO[bytes], *, mmap: bool = False) -> Any:
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"it is not an archive of torch.save: {error}") from None
     _rewind(file)
-    content = torch.load(cast(IO[bytes], file), map_location="cpu", weights_only=True, mmap=mmap and archived)
+    content = torch.load(
+        cast(IO[bytes], file), map_location="cpu", weights_only=True, mmap=mmap and archived
+    )
     for tensor in _tensors(content):
         _check(tensor)
     return content
@@ -62,6 +64,10 @@ def _tensors(content: Any) -> Iterator[Tensor]:
 def _check(tensor: Tensor) -> None:
     """Raise ValueError for a tensor whose values are not all in the file, such as one that repeats a byte."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        raise ValueError(f"it holds a tensor that is not plain ({tensor.layout}, {tensor.device.type})")
+        raise ValueError(
+            f"it holds a tensor that is not plain ({tensor.layout}, {tensor.device.type})"
+        )
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} is larger than its bytes in the file")
+        raise ValueError(
+            f"a tensor of shape {list(tensor.shape)} is larger than its bytes in the file"
+        )

@@ -7,7 +7,15 @@ import typer
 
 from xscale.cli.complete import complete_recipe, one_of
 from xscale.cli.group import Group
-from xscale.cli.options import CommandWithSettings, ConfigFile, Json, Overrides, Record, read_config, readable
+from xscale.cli.options import (
+    CommandWithSettings,
+    ConfigFile,
+    Json,
+    Overrides,
+    Record,
+    read_config,
+    readable,
+)
 from xscale.core.errors import ConfigError
 from xscale.core.paths import path
 
@@ -25,7 +33,9 @@ class BenchGroup(Group):
         return command
 
 
-bench_app = typer.Typer(cls=BenchGroup, help="Benchmark against a baseline in the same run.", no_args_is_help=True)
+bench_app = typer.Typer(
+    cls=BenchGroup, help="Benchmark against a baseline in the same run.", no_args_is_help=True
+)
 
 
 @bench_app.callback()
@@ -37,14 +47,23 @@ def prepare() -> None:
 
 
 Device = Annotated[
-    str, typer.Option(help="cpu, with CPU time on one thread, or cuda.", autocompletion=one_of("cpu", "cuda"))
+    str,
+    typer.Option(
+        help="cpu, with CPU time on one thread, or cuda.", autocompletion=one_of("cpu", "cuda")
+    ),
 ]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.", autocompletion=one_of("float32", "bfloat16"))]
+Dtype = Annotated[
+    str, typer.Option(help="float32 or bfloat16.", autocompletion=one_of("float32", "bfloat16"))
+]
 
 
 @bench_app.command(
     "op",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
     add_help_option=False,
 )
 def bench_op(context: typer.Context) -> None:
@@ -63,7 +82,9 @@ def _lengths(text: str) -> list[int]:
     numbers = text.split(",")
     if not all(number.strip().isdigit() and int(number) for number in numbers):
         raise ConfigError(
-            "--lengths", f"must be sequence lengths separated by commas, got {text!r}", "Give 4096,8192,16384."
+            "--lengths",
+            f"must be sequence lengths separated by commas, got {text!r}",
+            "Give 4096,8192,16384.",
         )
     return [int(number) for number in numbers]
 
@@ -72,16 +93,22 @@ def _lengths(text: str) -> list[int]:
 def bench_attention(
     only: Annotated[
         list[str] | None,
-        typer.Argument(help="Cores, 'block_sparse PATTERN', 'mixer NAME', or positions; default: all."),
+        typer.Argument(
+            help="Cores, 'block_sparse PATTERN', 'mixer NAME', or positions; default: all."
+        ),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "4096,8192,16384,32768",
+    lengths: Annotated[
+        str, typer.Option(help="Sequence lengths, separated by commas.")
+    ] = "4096,8192,16384,32768",
     heads: Annotated[
-        int | None, typer.Option(help="Heads, of head width 64.", min=1, show_default="1; 8 with --positions")
+        int | None,
+        typer.Option(help="Heads, of head width 64.", min=1, show_default="1; 8 with --positions"),
     ] = None,
     positions: Annotated[
         bool,
         typer.Option(
-            "--positions", help="Relative positions: dense against plain attention over 2048 tokens, and block-sparse."
+            "--positions",
+            help="Relative positions: dense against plain attention over 2048 tokens, and block-sparse.",
         ),
     ] = False,
     device: Device = "cpu",
@@ -102,17 +129,22 @@ def bench_attention(
         from xscale.bench.attention import bench
         from xscale.bench.harness.machine import BenchDevice
 
-        bench(only or [], _lengths(lengths), heads or 1, BenchDevice.of(device, dtype), as_json=json)
+        bench(
+            only or [], _lengths(lengths), heads or 1, BenchDevice.of(device, dtype), as_json=json
+        )
 
 
 @bench_app.command("layers")
 def bench_layers(
     only: Annotated[
-        list[str] | None, typer.Argument(help="Positions, or layers that a package has; default: all.")
+        list[str] | None,
+        typer.Argument(help="Positions, or layers that a package has; default: all."),
     ] = None,
     width: Annotated[int, typer.Option(help="Width of the layer.", min=1)] = 512,
     heads: Annotated[int, typer.Option(help="Heads.", min=1)] = 8,
-    lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "1024,2048",
+    lengths: Annotated[
+        str, typer.Option(help="Sequence lengths, separated by commas.")
+    ] = "1024,2048",
     rounds: Annotated[int, typer.Option(help="Timed rounds.", min=1)] = 5,
     device: Device = "cpu",
     dtype: Dtype = "float32",
@@ -125,14 +157,26 @@ def bench_layers(
     from xscale.bench.harness.machine import BenchDevice
     from xscale.bench.layers import bench
 
-    bench(only or [], width, heads, _lengths(lengths), rounds, BenchDevice.of(device, dtype), as_json=json)
+    bench(
+        only or [],
+        width,
+        heads,
+        _lengths(lengths),
+        rounds,
+        BenchDevice.of(device, dtype),
+        as_json=json,
+    )
 
 
 @bench_app.command("decode")
 def bench_decode(
-    only: Annotated[list[str] | None, typer.Argument(help="llama, mixtral, gpt2, t5; default: all.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Argument(help="llama, mixtral, gpt2, t5; default: all.")
+    ] = None,
     width: Annotated[int, typer.Option(help="Model width.")] = 512,
-    hidden: Annotated[int | None, typer.Option(help="Hidden width; default: 11/4 of the width.")] = None,
+    hidden: Annotated[
+        int | None, typer.Option(help="Hidden width; default: 11/4 of the width.")
+    ] = None,
     depth: Annotated[int, typer.Option(help="Number of blocks.")] = 8,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
     kv_heads: Annotated[int, typer.Option(help="Key and value heads of llama and mixtral.")] = 4,
@@ -152,19 +196,27 @@ def bench_decode(
     from xscale.bench.harness.machine import BenchDevice
 
     hidden = hidden or 11 * width // 4
-    sizes = DecodeSizes(width, hidden, depth, heads, kv_heads, experts, top_k, vocabulary, prompt, tokens)
+    sizes = DecodeSizes(
+        width, hidden, depth, heads, kv_heads, experts, top_k, vocabulary, prompt, tokens
+    )
     bench(only or [], sizes, BenchDevice.of(device, dtype), rounds, as_json=json, record=record)
 
 
 @bench_app.command("checkpoint")
 def bench_checkpoint(
     folder: Annotated[
-        Path, typer.Option(help="A folder on the disk to measure; the files written there are deleted.", parser=path)
+        Path,
+        typer.Option(
+            help="A folder on the disk to measure; the files written there are deleted.",
+            parser=path,
+        ),
     ] = Path(),
     megabytes: Annotated[int, typer.Option(min=1, help="Size of the state.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 5,
     device: Annotated[str, typer.Option(help="Device of the state: cpu or cuda.")] = "cpu",
-    boxes: Annotated[int, typer.Option(min=0, help="Boxes of the first save's plan; 0: no plan.")] = 30_000,
+    boxes: Annotated[
+        int, typer.Option(min=0, help="Boxes of the first save's plan; 0: no plan.")
+    ] = 30_000,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -230,7 +282,10 @@ def bench_memory(
 
     from xscale.bench.memory import compare_memory, show
 
-    variants = {"as configured": [], **({"recomputation": ["parallel.recompute.every=1"]} if recompute else {})}
+    variants = {
+        "as configured": [],
+        **({"recomputation": ["parallel.recompute.every=1"]} if recompute else {}),
+    }
     comparisons = []
     for name, changes in variants.items():
         recipe, _ = read_config(config, [*(overrides or []), *changes])
@@ -247,10 +302,13 @@ def bench_train(
     steps: Annotated[int, typer.Option(help="Timed steps of each side.")] = 12,
     side: Annotated[
         list[str] | None,
-        typer.Option(help="A side, several times: xscale, 'plain PyTorch', transformers ...; default: all."),
+        typer.Option(
+            help="A side, several times: xscale, 'plain PyTorch', transformers ...; default: all."
+        ),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="On a GPU, write a trace of two steps of xscale here.", parser=path)
+        Path | None,
+        typer.Option(help="On a GPU, write a trace of two steps of xscale here.", parser=path),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -273,9 +331,12 @@ def bench_train(
 @bench_app.command("moe")
 def bench_moe(
     width: Annotated[
-        list[int] | None, typer.Option(help="Model width; may be given several times. [default: 512]")
+        list[int] | None,
+        typer.Option(help="Model width; may be given several times. [default: 512]"),
     ] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden width of an expert; default: twice the width.")] = None,
+    hidden: Annotated[
+        int | None, typer.Option(help="Hidden width of an expert; default: twice the width.")
+    ] = None,
     experts: Annotated[int, typer.Option(help="Number of experts.")] = 8,
     top_k: Annotated[int, typer.Option(help="Experts per token.")] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens per micro-batch.")] = 2048,
@@ -294,7 +355,9 @@ def bench_moe(
 
 @bench_app.command("parallel")
 def bench_parallel(
-    only: Annotated[list[str] | None, typer.Argument(help="tp, pp, cp-ring, cp-ulysses, ep; default: all.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Argument(help="tp, pp, cp-ring, cp-ulysses, ep; default: all.")
+    ] = None,
     width: Annotated[int, typer.Option(help="Model width.")] = 256,
     depth: Annotated[int, typer.Option(help="Number of blocks.")] = 4,
     length: Annotated[int, typer.Option(help="Sequence length.")] = 256,
@@ -314,16 +377,23 @@ def bench_parallel(
 @bench_app.command("gpu")
 def bench_gpu(
     seconds: Annotated[float, typer.Option(help="Time of the whole command.")] = 420.0,
-    out: Annotated[Path, typer.Option(help="Folder of the results: at most eight files.", parser=path)] = Path(
-        "bench-gpu"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder of the results: at most eight files.", parser=path)
+    ] = Path("bench-gpu"),
     only: Annotated[
-        list[str] | None, typer.Option(help="A job, such as J2 or train, several times; default: all, by worth.")
+        list[str] | None,
+        typer.Option(help="A job, such as J2 or train, several times; default: all, by worth."),
     ] = None,
-    no_tests: Annotated[bool, typer.Option("--no-tests", help="Leave the tests out: another job ran them.")] = False,
+    no_tests: Annotated[
+        bool, typer.Option("--no-tests", help="Leave the tests out: another job ran them.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu with --toy.")] = "cuda",
-    toy: Annotated[bool, typer.Option("--toy", help="Sizes of a second each, whose figures mean nothing.")] = False,
-    list_jobs: Annotated[bool, typer.Option("--list", help="Print the jobs and their seconds.")] = False,
+    toy: Annotated[
+        bool, typer.Option("--toy", help="Sizes of a second each, whose figures mean nothing.")
+    ] = False,
+    list_jobs: Annotated[
+        bool, typer.Option("--list", help="Print the jobs and their seconds.")
+    ] = False,
 ) -> None:
     """Measure everything that needs one GPU, the figures that matter most first, within a time limit.
 
@@ -337,7 +407,9 @@ def bench_gpu(
 
 @bench_app.command("links")
 def bench_links(
-    out: Annotated[Path | None, typer.Option(help="File for the JSON; default: print it.", parser=path)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the JSON; default: print it.", parser=path)
+    ] = None,
     name: Annotated[str, typer.Option(help="Name of this node; default: its host name.")] = "",
     megabytes: Annotated[int, typer.Option(help="Size of the all-reduce.")] = 16,
     seconds: Annotated[float, typer.Option(help="Time limit for starting a new pair.")] = 20.0,
@@ -353,7 +425,9 @@ def bench_links(
     set_rank_env()
     rank = read_rank_info()
     if rank.is_single_process:
-        raise ConfigError("", "a single process has no links", "Start one per node: srun --ntasks-per-node=1 ...")
+        raise ConfigError(
+            "", "a single process has no links", "Start one per node: srun --ntasks-per-node=1 ..."
+        )
     speeds = measure_links(rank, name or socket.gethostname(), megabytes * 2**20, seconds)
     if rank.is_rank0 and out is not None:
         out.write_text(json.dumps(speeds))

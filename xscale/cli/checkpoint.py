@@ -25,11 +25,16 @@ from xscale.cli.options import (
 from xscale.core.paths import path
 
 checkpoint_app = typer.Typer(
-    cls=Group, help="Inspect, verify, compare, prune, export and import checkpoints.", no_args_is_help=True
+    cls=Group,
+    help="Inspect, verify, compare, prune, export and import checkpoints.",
+    no_args_is_help=True,
 )
 checkpoint_app.callback()(rank_0_alone)
 Tolerance = Annotated[
-    float, typer.Option("--bar", "--tolerance", help="Largest logit difference accepted between the two models.")
+    float,
+    typer.Option(
+        "--bar", "--tolerance", help="Largest logit difference accepted between the two models."
+    ),
 ]
 FORMATS = "hf (transformers), deepspeed-universal or megatron."
 complete_format = one_of("hf", "deepspeed-universal", "megatron")
@@ -45,7 +50,11 @@ def checkpoint_ls(run: CheckpointFolder, json: Json = False) -> None:
 
 @checkpoint_app.command("show")
 def checkpoint_show(
-    path: CheckpointFolder, only: TensorPrefix = "", json: Json = False, step: Step = None, strict: Strict = False
+    path: CheckpointFolder,
+    only: TensorPrefix = "",
+    json: Json = False,
+    step: Step = None,
+    strict: Strict = False,
 ) -> None:
     """Show step, trainer state and tensors of a checkpoint, or of the newest checkpoint of a run."""
     from xscale.commands.checkpoints.checkpoint import show
@@ -75,15 +84,23 @@ def checkpoint_diff(
 @checkpoint_app.command("prune")
 def checkpoint_prune(
     run: CheckpointFolder,
-    keep_last: Annotated[int | None, typer.Option(help="Number of newest checkpoints to keep.")] = None,
-    keep_every: Annotated[int | None, typer.Option(help="Also keep checkpoints at multiples of this step.")] = None,
-    bad: Annotated[bool, typer.Option("--bad", help="Delete checkpoints that were set aside as bad.")] = False,
+    keep_last: Annotated[
+        int | None, typer.Option(help="Number of newest checkpoints to keep.")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Also keep checkpoints at multiples of this step.")
+    ] = None,
+    bad: Annotated[
+        bool, typer.Option("--bad", help="Delete checkpoints that were set aside as bad.")
+    ] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted.")] = False,
 ) -> None:
     """Delete old or bad checkpoints; the last good checkpoint is always kept."""
     from xscale.commands.checkpoints.checkpoint import prune
 
-    raise typer.Exit(prune(checkpoints_in(run), keep_last=keep_last, keep_every=keep_every, bad=bad, dry=dry))
+    raise typer.Exit(
+        prune(checkpoints_in(run), keep_last=keep_last, keep_every=keep_every, bad=bad, dry=dry)
+    )
 
 
 @checkpoint_app.command("consolidate")
@@ -97,15 +114,23 @@ def checkpoint_consolidate(
     """Merge the sharded weights of a checkpoint, or its other tensors, into one safetensors file without the prefix."""
     from xscale.commands.checkpoints.checkpoint import consolidate
 
-    raise typer.Exit(consolidate(checkpoint_to_read(checkpoints_in(path), step, strict), out, only=only))
+    raise typer.Exit(
+        consolidate(checkpoint_to_read(checkpoints_in(path), step, strict), out, only=only)
+    )
 
 
 @checkpoint_app.command("export")
 def checkpoint_export(
     path: CheckpointFolder,
-    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.", parser=path)],
-    to: Annotated[str, typer.Option("--to", help=f"Format: {FORMATS}", autocompletion=complete_format)] = "hf",
-    architecture: Annotated[str | None, typer.Option(help="Such as mistral; default: the first that fits.")] = None,
+    out: Annotated[
+        Path, typer.Argument(help="The folder to write; it must not exist.", parser=path)
+    ],
+    to: Annotated[
+        str, typer.Option("--to", help=f"Format: {FORMATS}", autocompletion=complete_format)
+    ] = "hf",
+    architecture: Annotated[
+        str | None, typer.Option(help="Such as mistral; default: the first that fits.")
+    ] = None,
     bar: Tolerance = 1e-5,
     ema: Ema = False,
     plugins: Plugins = False,
@@ -124,7 +149,9 @@ def checkpoint_export(
 
 @checkpoint_app.command("import", cls=CommandWithSettings)
 def checkpoint_import(
-    source: Annotated[Path, typer.Argument(help="A folder that the other library wrote.", parser=path)],
+    source: Annotated[
+        Path, typer.Argument(help="A folder that the other library wrote.", parser=path)
+    ],
     run: Annotated[Path, typer.Argument(help="The run folder to create.", parser=path)],
     config: Annotated[
         Path | None,
@@ -136,7 +163,9 @@ def checkpoint_import(
         ),
     ] = None,
     overrides: Overrides = None,
-    origin: Annotated[str, typer.Option("--from", help=f"Format: {FORMATS}", autocompletion=complete_format)] = "hf",
+    origin: Annotated[
+        str, typer.Option("--from", help=f"Format: {FORMATS}", autocompletion=complete_format)
+    ] = "hf",
     bar: Tolerance = 1e-5,
 ) -> None:
     """Create a run from a checkpoint of another library.
@@ -151,11 +180,16 @@ def checkpoint_import(
 @checkpoint_app.command("upcycle", cls=CommandWithSettings)
 def checkpoint_upcycle(
     dense: Annotated[
-        Path, typer.Argument(help="The run folder of a dense model.", autocompletion=complete_run, parser=path)
+        Path,
+        typer.Argument(
+            help="The run folder of a dense model.", autocompletion=complete_run, parser=path
+        ),
     ],
     run: Annotated[Path, typer.Argument(help="The run folder to create.", parser=path)],
     overrides: Overrides = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Validation sequences for the loss before and after.")] = 64,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="Validation sequences for the loss before and after.")
+    ] = 64,
     plugins: Plugins = False,
     step: Step = None,
     strict: Strict = False,
@@ -164,14 +198,23 @@ def checkpoint_upcycle(
     from xscale.commands.checkpoints.upcycle import upcycle_run
 
     raise typer.Exit(
-        upcycle_run(checkpoint_to_read(dense, step, strict), run, overrides or [], sequences, plugins=plugins)
+        upcycle_run(
+            checkpoint_to_read(dense, step, strict),
+            run,
+            overrides or [],
+            sequences,
+            plugins=plugins,
+        )
     )
 
 
 @checkpoint_app.command("merge-lora")
 def checkpoint_merge_lora(
     source: Annotated[
-        Path, typer.Argument(help="The run folder of a run with LoRA.", autocompletion=complete_run, parser=path)
+        Path,
+        typer.Argument(
+            help="The run folder of a run with LoRA.", autocompletion=complete_run, parser=path
+        ),
     ],
     run: Annotated[Path, typer.Argument(help="The run folder to create.", parser=path)],
     plugins: Plugins = False,

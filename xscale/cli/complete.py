@@ -33,14 +33,19 @@ def one_of(*words: str) -> Callable[[str], Candidates]:
 def complete_recipe(incomplete: str) -> Candidates:
     """Offer recipes and the YAML files here; nothing for a path, which the shell itself completes."""
     files = sorted(str(file) for file in Path().glob("*.y*ml") if str(file).startswith(incomplete))
-    return [(name, "") for name in [*files, *(name for name in recipe_names() if name.startswith(incomplete))]]
+    return [
+        (name, "")
+        for name in [*files, *(name for name in recipe_names() if name.startswith(incomplete))]
+    ]
 
 
 def complete_part_or_recipe(incomplete: str) -> Candidates:
     """Offer the words of `xscale list`: families, tables and names of parts."""
     keys = config_keys()
     families = {family: list(keys.parts(family)) for family in keys.families()}
-    words = dict.fromkeys([*families, "recipes", "xformers", *(kind for kinds in families.values() for kind in kinds)])
+    words = dict.fromkeys(
+        [*families, "recipes", "xformers", *(kind for kinds in families.values() for kind in kinds)]
+    )
     return [(word, "") for word in words if word.startswith(incomplete)]
 
 
@@ -62,7 +67,9 @@ def complete_override(context: typer.Context, incomplete: str) -> Candidates:
     An entry of a list is offered by its index, and a part also by what it is: `moe.`.
     """
     earlier = [str(word) for word in context.params.get("overrides") or ()]
-    return _next_override(str(context.params.get("config") or context.params.get("recipe") or ""), earlier, incomplete)
+    return _next_override(
+        str(context.params.get("config") or context.params.get("recipe") or ""), earlier, incomplete
+    )
 
 
 def _next_override(config: str, earlier: list[str], incomplete: str) -> Candidates:
@@ -70,18 +77,32 @@ def _next_override(config: str, earlier: list[str], incomplete: str) -> Candidat
     keys = config_keys()
     data = _composed(config, earlier).data
     # Bash splits words at `=`: then the key is the word before, and its value alone is completed.
-    split = earlier[-2:-1] if earlier[-1:] == ["="] else [word for word in earlier[-1:] if "=" not in word]
+    split = (
+        earlier[-2:-1]
+        if earlier[-1:] == ["="]
+        else [word for word in earlier[-1:] if "=" not in word]
+    )
     try:
         if split:
-            return [(value, "") for value in _values(keys, data, split[0]) if value.startswith(incomplete)]
+            return [
+                (value, "")
+                for value in _values(keys, data, split[0])
+                if value.startswith(incomplete)
+            ]
         path, separator, begun = incomplete.partition("=")
         if separator:
-            return [(f"{path}={value}", "") for value in _values(keys, data, path) if value.startswith(begun)]
+            return [
+                (f"{path}={value}", "")
+                for value in _values(keys, data, path)
+                if value.startswith(begun)
+            ]
         candidates = _overrides(keys, data, incomplete)
         if len(candidates) == 1 and candidates[0][0].endswith("="):
             # With a second candidate the shell adds no space after the equals sign.
             word, text = candidates[0]
-            candidates += [(f"{word}{value}", text) for value in _values(keys, data, word[:-1]) or ["null"]]
+            candidates += [
+                (f"{word}{value}", text) for value in _values(keys, data, word[:-1]) or ["null"]
+            ]
     except ConfigError:
         # A word that is no key yet, such as one with half an index.
         return []
@@ -134,7 +155,9 @@ def _words(context: typer.Context) -> list[str]:
     return words
 
 
-def _next_argument(parser: argparse.ArgumentParser, words: list[str], incomplete: str) -> Candidates:
+def _next_argument(
+    parser: argparse.ArgumentParser, words: list[str], incomplete: str
+) -> Candidates:
     """Return what a parser of the launcher takes after `words`: nothing for a path, which the shell completes."""
     # argparse lists its arguments nowhere else.
     actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
@@ -150,9 +173,17 @@ def _next_argument(parser: argparse.ArgumentParser, words: list[str], incomplete
         else:
             arguments.append(word)
     if valued is not None:
-        return [(str(choice), "") for choice in valued.choices or () if str(choice).startswith(incomplete)]
+        return [
+            (str(choice), "")
+            for choice in valued.choices or ()
+            if str(choice).startswith(incomplete)
+        ]
     if incomplete.startswith("-") or not names:
-        return [(name, action.help or "") for name, action in options.items() if name.startswith(incomplete)]
+        return [
+            (name, action.help or "")
+            for name, action in options.items()
+            if name.startswith(incomplete)
+        ]
     next_name = names[min(len(arguments), len(names) - 1)]
     if next_name == "overrides":
         return _next_override(arguments[0], arguments[1:], incomplete)
@@ -165,9 +196,16 @@ def _level(keys: ConfigKeys, incomplete: str) -> Candidates:
     *above, begun = incomplete.split(".")
     sections = [keys.root]
     for name in above:
-        sections = [child for section in sections for child in keys.children(section) if child.name == name]
+        sections = [
+            child for section in sections for child in keys.children(section) if child.name == name
+        ]
     candidates: dict[str, str] = {}
-    for child in (child for section in sections for child in keys.children(section) if child.name.startswith(begun)):
+    for child in (
+        child
+        for section in sections
+        for child in keys.children(section)
+        if child.name.startswith(begun)
+    ):
         path, text = ".".join([*above, child.name]), first_sentence(child.sentence)
         has_below = bool(keys.children(child))
         if not has_below or keys.family(child):
@@ -190,10 +228,14 @@ def _overrides(keys: ConfigKeys, data: dict[str, Any], incomplete: str) -> Candi
         for end in _ends(keys, child)
         if f"{child.key.name}{end}".startswith(begun)
     }
-    if any(word.is_kind for child in present for word in child.words[-2:-1]) and "kind".startswith(begun):
+    if any(word.is_kind for child in present for word in child.words[-2:-1]) and "kind".startswith(
+        begun
+    ):
         candidates[f"{head}kind="] = "The part that fills this place."
     if not above and begun:
-        words = {word for key in walk(keys, root_of(keys, data)) for word in key.words if word.is_kind}
+        words = {
+            word for key in walk(keys, root_of(keys, data)) for word in key.words if word.is_kind
+        }
         kinds = sorted({name for word in words for name in word.names if name.startswith(begun)})
         candidates |= {f"{kind}.": "Every part of this kind." for kind in kinds}
     if len(candidates) == 1 and (only := next(iter(candidates))).endswith("."):
@@ -217,7 +259,9 @@ def _values(keys: ConfigKeys, data: dict[str, Any], path: str) -> list[str]:
     if last == "kind":
         # A slot is known by its parent, a part by what it is.
         head, _, slot = above.rpartition(".")
-        matching = [key for key in below_path(keys, data, head) if key.key.name == slot.partition("[")[0]]
+        matching = [
+            key for key in below_path(keys, data, head) if key.key.name == slot.partition("[")[0]
+        ]
     else:
         matching = [key for key in below_path(keys, data, above) if key.key.name == name]
     values: list[str] = []
@@ -247,10 +291,14 @@ def _runs(folder: Path) -> Iterator[str]:
     depth_of = {str(folder): 0}
     for visited, (path, below, files) in enumerate(os.walk(folder)):
         depth = depth_of.get(path, DEPTH)
-        if "config.yaml" in files and ("checkpoints" in below or {"metrics.jsonl", "log.txt"} & set(files)):
+        if "config.yaml" in files and (
+            "checkpoints" in below or {"metrics.jsonl", "log.txt"} & set(files)
+        ):
             yield path.removeprefix("./")
             below.clear()
-        below[:] = sorted(name for name in below if not name.startswith(".")) if depth < DEPTH else []
+        below[:] = (
+            sorted(name for name in below if not name.startswith(".")) if depth < DEPTH else []
+        )
         depth_of |= {os.path.join(path, name): depth + 1 for name in below}
         if visited >= FOLDERS:
             return

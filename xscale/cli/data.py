@@ -22,7 +22,9 @@ from xscale.commands.show.recipes import recipe_names
 from xscale.core.errors import ConfigError
 from xscale.core.paths import path
 
-data_app = typer.Typer(cls=Group, help="Train tokenizers; prepare and inspect tokenised data.", no_args_is_help=True)
+data_app = typer.Typer(
+    cls=Group, help="Train tokenizers; prepare and inspect tokenised data.", no_args_is_help=True
+)
 
 
 @data_app.command("tokenizer", cls=CommandWithSettings)
@@ -36,7 +38,9 @@ def data_tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
     tokenizer = train_tokenizer(data, progress=True)
     is_trained = TOKENIZERS.of(data.tokenizer).traits.trained
     where = f"written to {prepared_folder(data)}" if is_trained else "it needs no training"
-    print(f"tokenizer {data.tokenizer.kind}: vocabulary of {tokenizer.unpadded_vocabulary}, {where}")
+    print(
+        f"tokenizer {data.tokenizer.kind}: vocabulary of {tokenizer.unpadded_vocabulary}, {where}"
+    )
 
 
 @data_app.command("prepare", cls=CommandWithSettings)
@@ -56,7 +60,9 @@ def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
         return
     for split in (prepared.train, prepared.validation):
         if split is not None:
-            print(f"{split.name}: {split.documents} documents, {len(split.tokens)} tokens in {split.indexed.bin}")
+            print(
+                f"{split.name}: {split.documents} documents, {len(split.tokens)} tokens in {split.indexed.bin}"
+            )
     if prepared.manifest is not None and (sentence := unknown_sentence(prepared.manifest)):
         print(sentence)
 
@@ -76,7 +82,10 @@ def data_inspect(
 @data_app.command("verify")
 def data_verify(
     data: Annotated[
-        Path, typer.Argument(help="A folder of prepared data, or a .bin/.idx pair without its ending.", parser=path)
+        Path,
+        typer.Argument(
+            help="A folder of prepared data, or a .bin/.idx pair without its ending.", parser=path
+        ),
     ],
 ) -> None:
     """Read every byte of prepared data: hashes as in its manifest, ids within the vocabulary, the same tokenizer.
@@ -108,25 +117,43 @@ def data_stats(
     is prepared first where necessary, or of prepared data."""
     # As for other commands, the name of a recipe stands for it also where a folder has the same name.
     is_folder = config.is_dir() and str(config) not in recipe_names()
-    is_prepared = is_folder or any(file.exists() for file in (config / "manifest.json", Path(f"{config}.idx")))
+    is_prepared = is_folder or any(
+        file.exists() for file in (config / "manifest.json", Path(f"{config}.idx"))
+    )
     if is_prepared:
         if overrides:
-            raise ConfigError(overrides[0], f"{config} is prepared data, without a config", "Give a config instead.")
+            raise ConfigError(
+                overrides[0],
+                f"{config} is prepared data, without a config",
+                "Give a config instead.",
+            )
     else:
         config = readable(config)
     from xscale.commands.data.data_stats import stats_of_prepared, stats_of_recipe, to_json, to_text
 
-    statistics = stats_of_prepared(config) if is_prepared else stats_of_recipe(read_config(config, overrides)[0])
+    statistics = (
+        stats_of_prepared(config)
+        if is_prepared
+        else stats_of_recipe(read_config(config, overrides)[0])
+    )
     print(to_json(statistics) if json else "\n".join(to_text(statistics)))
 
 
 @data_app.command(
     "augment",
     hidden=True,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
     add_help_option=False,
 )
 def data_augment(context: typer.Context) -> None:
     """Say where the command went, for one version."""
     command = shlex.join(["python", "-m", "xscale_tinybert", *context.args])
-    raise ConfigError("xscale data augment", "TinyBERT's augmentation is a plugin of its own now", f"Run: {command}")
+    raise ConfigError(
+        "xscale data augment",
+        "TinyBERT's augmentation is a plugin of its own now",
+        f"Run: {command}",
+    )

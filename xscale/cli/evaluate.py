@@ -23,7 +23,9 @@ from xscale.cli.options import (
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.paths import path, path_or_pattern
 
-Sequences = Annotated[int, typer.Option(help="Number of validation sequences, or of windows; 0: all.")]
+Sequences = Annotated[
+    int, typer.Option(help="Number of validation sequences, or of windows; 0: all.")
+]
 Data = Annotated[
     str | None,
     typer.Option(
@@ -32,28 +34,54 @@ Data = Annotated[
     ),
 ]
 Exits = Annotated[
-    bool, typer.Option("--exits", help="Let tokens leave at the exits; print loss and accuracy by threshold.")
+    bool,
+    typer.Option(
+        "--exits", help="Let tokens leave at the exits; print loss and accuracy by threshold."
+    ),
 ]
 Budgets = Annotated[
-    bool, typer.Option("--budgets", help="Evaluate at each budget of the gates; print loss and accuracy by budget.")
+    bool,
+    typer.Option(
+        "--budgets", help="Evaluate at each budget of the gates; print loss and accuracy by budget."
+    ),
 ]
 Thresholds = Annotated[str | None, typer.Option(help="With --exits: thresholds, such as 1,2.5.")]
 Bleu = Annotated[
-    bool, typer.Option("--bleu", help="Write the targets of pairs by beam search; print their BLEU (sacrebleu).")
+    bool,
+    typer.Option(
+        "--bleu", help="Write the targets of pairs by beam search; print their BLEU (sacrebleu)."
+    ),
 ]
-Beams = Annotated[int | None, typer.Option(min=1, help="With --bleu: beams of the search; default: 4.")]
+Beams = Annotated[
+    int | None, typer.Option(min=1, help="With --bleu: beams of the search; default: 4.")
+]
 Window = Annotated[
-    int | None, typer.Option(help="Score long texts with a sliding window of so many tokens, the most context of one.")
+    int | None,
+    typer.Option(
+        help="Score long texts with a sliding window of so many tokens, the most context of one."
+    ),
 ]
 Stride = Annotated[
-    int | None, typer.Option(help="With --window: tokens between windows, scored by each; default: half the window.")
+    int | None,
+    typer.Option(
+        help="With --window: tokens between windows, scored by each; default: half the window."
+    ),
 ]
 
-TaskNames = Annotated[str | None, typer.Option("--tasks", help="Tasks of lm_eval, such as hellaswag,arc_easy.")]
-Shots = Annotated[int | None, typer.Option(min=0, help="With --tasks: examples before each question.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="With --tasks: examples of each task; default: all.")]
+TaskNames = Annotated[
+    str | None, typer.Option("--tasks", help="Tasks of lm_eval, such as hellaswag,arc_easy.")
+]
+Shots = Annotated[
+    int | None, typer.Option(min=0, help="With --tasks: examples before each question.")
+]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="With --tasks: examples of each task; default: all.")
+]
 TaskFolder = Annotated[
-    Path | None, typer.Option(help="With --tasks: a folder of further tasks, as YAML files of lm_eval.", parser=path)
+    Path | None,
+    typer.Option(
+        help="With --tasks: a folder of further tasks, as YAML files of lm_eval.", parser=path
+    ),
 ]
 
 
@@ -95,8 +123,12 @@ def evaluate(
     _check_modes({**modes, "--window": window is not None, "--tasks": tasks is not None}, ema=ema)
     search = {"--beams": beams, "--length-penalty": length_penalty, "--penalty-form": penalty_form}
     _refuse_without("--bleu", "it is that of the search for BLEU", search, bleu)
-    _refuse_without("--exits", "is a list for the policy of exits", {"--thresholds": thresholds}, exits)
-    _refuse_without("--window", "is the distance of sliding windows", {"--stride": stride}, window is not None)
+    _refuse_without(
+        "--exits", "is a list for the policy of exits", {"--thresholds": thresholds}, exits
+    )
+    _refuse_without(
+        "--window", "is the distance of sliding windows", {"--stride": stride}, window is not None
+    )
     of_tasks = {"--shots": shots, "--limit": limit, "--task-folder": task_folder}
     _refuse_without("--tasks", "it is for tasks of lm_eval", of_tasks, tasks is not None)
     count = sequences or None
@@ -104,7 +136,9 @@ def evaluate(
     if bleu:
         _evaluate_bleu(run, count, beams, length_penalty, penalty_form, data, plugins)
     elif exits:
-        _evaluate_exits(run, count, _numbers(thresholds, "--thresholds"), data, plugins, as_json=as_json)
+        _evaluate_exits(
+            run, count, _numbers(thresholds, "--thresholds"), data, plugins, as_json=as_json
+        )
     elif budgets:
         _evaluate_budgets(run, count, data, plugins, as_json=as_json)
     elif tasks is not None:
@@ -118,7 +152,11 @@ def evaluate(
 def _refuse_without(mode: str, what: str, options: Mapping[str, object], chosen: bool) -> None:
     """ConfigError for each of the options that is given without the `mode` that reads it."""
     fix = f"Add {mode}, or omit it." if mode else "Omit it."
-    if problems := [Problem(name, what, fix) for name, value in options.items() if value is not None and not chosen]:
+    if problems := [
+        Problem(name, what, fix)
+        for name, value in options.items()
+        if value is not None and not chosen
+    ]:
         raise ConfigError(problems)
 
 
@@ -126,14 +164,23 @@ def _check_modes(modes: dict[str, bool], *, ema: bool) -> None:
     """ConfigError for two evaluations at once, and for averages of the weights where they are not read."""
     chosen = [option for option, is_chosen in modes.items() if is_chosen]
     if len(chosen) > 1:
-        raise ConfigError(chosen[1], f"prints another curve or number than {chosen[0]}", "Give one of them.")
+        raise ConfigError(
+            chosen[1], f"prints another curve or number than {chosen[0]}", "Give one of them."
+        )
     if ema and chosen and chosen[0] not in ("--window", "--tasks"):
         what = "is for the loss; --exits, --budgets and --bleu take the weights"
         raise ConfigError("--ema", what, "Give one of them.")
 
 
 def _evaluate_loss(
-    run: Path, limit: int | None, window: int | None, stride: int | None, data: str | None, plugins: bool, *, ema: bool
+    run: Path,
+    limit: int | None,
+    window: int | None,
+    stride: int | None,
+    data: str | None,
+    plugins: bool,
+    *,
+    ema: bool,
 ) -> None:
     """Print loss, perplexity and bits per byte as JSON, of sequences as in training or with a sliding window."""
     from xscale.mesh.environment import read_rank_info
@@ -152,7 +199,14 @@ def _evaluate_loss(
 
 
 def _evaluate_tasks(
-    run: Path, names: str, shots: int | None, limit: int | None, folder: Path | None, plugins: bool, *, ema: bool
+    run: Path,
+    names: str,
+    shots: int | None,
+    limit: int | None,
+    folder: Path | None,
+    plugins: bool,
+    *,
+    ema: bool,
 ) -> None:
     """Print the metrics of tasks of lm_eval as JSON."""
     from xscale.evaluate.lm_eval_model import TaskRequest
@@ -197,11 +251,19 @@ def _numbers(text: str | None, option: str) -> list[float] | None:
     try:
         return None if text is None else [float(number) for number in text.split(",")]
     except ValueError:
-        raise ConfigError(option, f"'{text}' is not a list of numbers", "Give such as 0.5,1,2.") from None
+        raise ConfigError(
+            option, f"'{text}' is not a list of numbers", "Give such as 0.5,1,2."
+        ) from None
 
 
 def _evaluate_exits(
-    run: Path, sequences: int | None, thresholds: list[float] | None, data: str | None, plugins: bool, *, as_json: bool
+    run: Path,
+    sequences: int | None,
+    thresholds: list[float] | None,
+    data: str | None,
+    plugins: bool,
+    *,
+    as_json: bool,
 ) -> None:
     """Print the curve of a run with exits: a list of objects as JSON, or a table."""
     from xscale.evaluate.evaluate_run import exit_curve_of_run
@@ -213,7 +275,9 @@ def _evaluate_exits(
     _print_curve(points, ("blocks",), as_json=as_json)
 
 
-def _evaluate_budgets(run: Path, sequences: int | None, data: str | None, plugins: bool, *, as_json: bool) -> None:
+def _evaluate_budgets(
+    run: Path, sequences: int | None, data: str | None, plugins: bool, *, as_json: bool
+) -> None:
     """Print the curve of a run with gates: a list of objects as JSON, or a table."""
     from xscale.evaluate.evaluate_run import budget_curve_of_run
     from xscale.mesh.environment import read_rank_info

@@ -7,17 +7,23 @@ from typer.core import TyperGroup
 from xscale.core.errors import ConfigError, near_name
 
 OTHERS_COMMANDS = {
-    **dict.fromkeys(("run", "fit", "pretrain", "start", "finetune"), "xscale train CONFIG key=value"),
+    **dict.fromkeys(
+        ("run", "fit", "pretrain", "start", "finetune"), "xscale train CONFIG key=value"
+    ),
     "resume": "the command that started the run, which resumes it (`xscale launch resume RUN` for a job of Slurm)",
     **dict.fromkeys(("evaluation", "test", "validate"), "xscale eval RUN"),
-    **dict.fromkeys(("sample", "infer", "inference", "chat", "complete"), 'xscale generate RUN "text"'),
+    **dict.fromkeys(
+        ("sample", "infer", "inference", "chat", "complete"), 'xscale generate RUN "text"'
+    ),
     **dict.fromkeys(("export", "convert", "save"), "xscale checkpoint export RUN FOLDER --to hf"),
     **dict.fromkeys(("import", "load"), "xscale checkpoint import FOLDER RUN CONFIG --from hf"),
     **dict.fromkeys(("tokenize", "preprocess", "prepare"), "xscale data prepare CONFIG"),
     **dict.fromkeys(("config", "configs", "recipes", "models"), "xscale list recipes"),
     **dict.fromkeys(("status", "logs", "cancel"), "xscale launch status RUN"),
     **dict.fromkeys(("benchmark", "profile"), "xscale bench"),
-    **dict.fromkeys(("torchrun", "slurm", "sbatch", "mpirun", "local"), "xscale launch local|slurm|mpi CONFIG"),
+    **dict.fromkeys(
+        ("torchrun", "slurm", "sbatch", "mpirun", "local"), "xscale launch local|slurm|mpi CONFIG"
+    ),
     "help": "xscale --help",
 }
 """A command of other trainers -> the command here."""

@@ -24,7 +24,14 @@ from xscale.cli.recipes import check_part, explain, init, list_parts
 from xscale.cli.runs import compare, ladder, report
 from xscale.cli.streams import check_arguments, flush_output, open_closed_streams
 from xscale.cli.train import train
-from xscale.core.errors import EXIT_FAULT, EXIT_USER, ConfigError, FaultError, NoticeWarning, Problem
+from xscale.core.errors import (
+    EXIT_FAULT,
+    EXIT_USER,
+    ConfigError,
+    FaultError,
+    NoticeWarning,
+    Problem,
+)
 from xscale.core.key_words.renamed import RenamedWarning
 from xscale.core.version import __version__
 
@@ -87,7 +94,9 @@ OF_THE_LAUNCHER: dict[str, Any] = {
 
 @app.command(**OF_THE_LAUNCHER)
 def launch(
-    words: Annotated[list[str] | None, typer.Argument(hidden=True, autocompletion=complete_launch)] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(hidden=True, autocompletion=complete_launch)
+    ] = None,
 ) -> None:
     """Launch a run: local | slurm | mpi CONFIG. Manage it: status | logs | cancel | requeue | resume RUN."""
     from xscale_launch.main import main as launcher
@@ -97,7 +106,9 @@ def launch(
 
 @app.command(**OF_THE_LAUNCHER)
 def doctor(
-    words: Annotated[list[str] | None, typer.Argument(hidden=True, autocompletion=complete_doctor)] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(hidden=True, autocompletion=complete_doctor)
+    ] = None,
 ) -> None:
     """Check this machine, or every node of the enclosing Slurm allocation: preflight without a run."""
     from xscale_launch.doctor import main as check_nodes
@@ -126,7 +137,10 @@ def main(command: Callable[[], object] = app) -> None:
             finally:
                 flush_output()
     except ConfigError as error:
-        _print_errors([_sentence(problem) for problem in error.problems], same_on_all_ranks=error.same_on_all_ranks)
+        _print_errors(
+            [_sentence(problem) for problem in error.problems],
+            same_on_all_ranks=error.same_on_all_ranks,
+        )
         sys.exit(EXIT_USER)
     except FaultError as error:
         _print_errors([str(error)], same_on_all_ranks=False)
@@ -142,7 +156,11 @@ def _check_shell(option: str) -> None:
     except (shellingham.ShellDetectionFailure, RuntimeError):
         shell = "unknown"
     if shell not in SHELLS:
-        raise ConfigError(option, f"this shell ({shell}) has no completion", f"Start it in one of {', '.join(SHELLS)}.")
+        raise ConfigError(
+            option,
+            f"this shell ({shell}) has no completion",
+            f"Start it in one of {', '.join(SHELLS)}.",
+        )
     home = Path.home()
     if option == "--install-completion" and not os.access(home, os.W_OK):
         fix = "Put the output of `xscale --show-completion` where your shell reads it."
@@ -178,7 +196,9 @@ def show_renamed_once(show: Callable[..., None]) -> Callable[..., None]:
     """A `warnings.showwarning` that prints each sentence for the user once, on rank 0; others go to `show`."""
     shown: set[str] = set()
 
-    def show_warning(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
+    def show_warning(
+        message: Warning | str, category: type[Warning], *location: Any, **options: Any
+    ) -> None:
         if not issubclass(category, RenamedWarning | NoticeWarning):
             show(message, category, *location, **options)
             return
@@ -204,7 +224,9 @@ def _print_errors(sentences: list[str], *, same_on_all_ranks: bool) -> None:
     rank = _speaking_rank()
     if same_on_all_ranks and not rank.is_rank0:
         return
-    prefix = "xscale" if rank.is_single_process or same_on_all_ranks else f"xscale (rank {rank.rank})"
+    prefix = (
+        "xscale" if rank.is_single_process or same_on_all_ranks else f"xscale (rank {rank.rank})"
+    )
     print("\n".join(f"{prefix}: {sentence}" for sentence in sentences), file=sys.stderr, flush=True)
 
 

@@ -71,28 +71,47 @@ ComparisonFile = Annotated[
 LadderFile = Annotated[
     Path,
     typer.Argument(
-        help="A ladder, such as configs/ladder/bytes.yaml, or its name: bytes.", callback=readable_ladder, parser=path
+        help="A ladder, such as configs/ladder/bytes.yaml, or its name: bytes.",
+        callback=readable_ladder,
+        parser=path,
     ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Config overrides: key.path=value.", autocompletion=complete_override)
+    list[str] | None,
+    typer.Argument(help="Config overrides: key.path=value.", autocompletion=complete_override),
 ]
-RunFolder = Annotated[Path, typer.Argument(help="A run folder.", autocompletion=complete_run, parser=path)]
+RunFolder = Annotated[
+    Path, typer.Argument(help="A run folder.", autocompletion=complete_run, parser=path)
+]
 CheckpointFolder = Annotated[
-    Path, typer.Argument(help="A run folder, or a checkpoint in it.", autocompletion=complete_run, parser=path)
+    Path,
+    typer.Argument(
+        help="A run folder, or a checkpoint in it.", autocompletion=complete_run, parser=path
+    ),
 ]
 TensorPrefix = Annotated[str, typer.Option(help="Only tensors whose names start with this prefix.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Plugins = Annotated[bool, typer.Option("--plugins", help="Import the Python modules that the run's config names.")]
-Ema = Annotated[bool, typer.Option("--ema", help="Use the moving average of the weights, which train.ema_decay keeps.")]
+Plugins = Annotated[
+    bool, typer.Option("--plugins", help="Import the Python modules that the run's config names.")
+]
+Ema = Annotated[
+    bool,
+    typer.Option(
+        "--ema", help="Use the moving average of the weights, which train.ema_decay keeps."
+    ),
+]
 LengthPenalty = Annotated[
     float | None,
-    typer.Option(min=0, help="Alpha of the beam search, which favours longer texts; 0: none; default: 0.6."),
+    typer.Option(
+        min=0, help="Alpha of the beam search, which favours longer texts; 0: none; default: 0.6."
+    ),
 ]
 PenaltyForm = Annotated[
     # As in `xscale.generate.beam_search`, which imports torch.
     Literal["wu", "power"] | None,
-    typer.Option(help="Form of that penalty: wu, ((5 + length) / 6)^alpha, or power, length^alpha; default: wu."),
+    typer.Option(
+        help="Form of that penalty: wu, ((5 + length) / 6)^alpha, or power, length^alpha; default: wu."
+    ),
 ]
 Record = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.", parser=path)]
 
@@ -115,7 +134,12 @@ class CommandWithSettings(TyperCommand):
             # What follows an option that takes a value is its value.
             is_value = not options.get(before, True)
             before = argument
-            if is_value or not name.startswith("--") or name in options or name in ctx.help_option_names:
+            if (
+                is_value
+                or not name.startswith("--")
+                or name in options
+                or name in ctx.help_option_names
+            ):
                 continue
             names = [option.lstrip("-") for option in options if option.startswith("--")]
             word = name.lstrip("-")
@@ -144,8 +168,13 @@ def checkpoints_in(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-Step = Annotated[int | None, typer.Option("--step", min=0, help="Read the checkpoint of this step; default: newest.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Refuse where the newest checkpoint is damaged.")]
+Step = Annotated[
+    int | None,
+    typer.Option("--step", min=0, help="Read the checkpoint of this step; default: newest."),
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Refuse where the newest checkpoint is damaged.")
+]
 
 
 def checkpoint_to_read(run: Path, step: int | None, strict: bool) -> Path:
@@ -188,7 +217,11 @@ def rank_from_launcher() -> None:
 
     In an interactive shell, where nobody may start the other ranks, rank 0 says at once that it waits for them.
     """
-    from xscale.mesh.environment import is_in_terminal_of_srun, read_rank_info, why_ranks_are_missing
+    from xscale.mesh.environment import (
+        is_in_terminal_of_srun,
+        read_rank_info,
+        why_ranks_are_missing,
+    )
 
     _set_rank()
     rank = read_rank_info()

@@ -26,20 +26,34 @@ def plan(
         ),
     ] = None,
     draw: Annotated[
-        Path | None, typer.Option(help="Plot the pipeline schedule to a .png or .svg file.", parser=path)
+        Path | None,
+        typer.Option(help="Plot the pipeline schedule to a .png or .svg file.", parser=path),
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="Device memory in GB; without --device only memory is checked.")
+        float | None,
+        typer.Option(help="Device memory in GB; without --device only memory is checked."),
     ] = None,
     node: Annotated[int | None, typer.Option(help="Devices per node.")] = None,
-    link: Annotated[float | None, typer.Option(help="Bandwidth between devices of a node, in GB/s, one way.")] = None,
-    network: Annotated[float | None, typer.Option(help="Bandwidth between nodes per device, in GB/s.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Only validate the config; skip memory and time.")] = False,
-    search: Annotated[bool, typer.Option("--search", help="Search the fastest layouts that fit --device.")] = False,
-    best: Annotated[int, typer.Option(help="With --search: number of layouts to print.", min=1)] = 4,
+    link: Annotated[
+        float | None, typer.Option(help="Bandwidth between devices of a node, in GB/s, one way.")
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option(help="Bandwidth between nodes per device, in GB/s.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only validate the config; skip memory and time.")
+    ] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="Search the fastest layouts that fit --device.")
+    ] = False,
+    best: Annotated[
+        int, typer.Option(help="With --search: number of layouts to print.", min=1)
+    ] = 4,
     members: Annotated[
         typer.FileText | None,
-        typer.Option(help="JSON list of lists of overrides (- reads stdin); prints a JSON list of plans."),
+        typer.Option(
+            help="JSON list of lists of overrides (- reads stdin); prints a JSON list of plans."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -50,14 +64,26 @@ def plan(
     from xscale.commands import plan as commands
 
     if check:
-        options = {"--device": device, "--draw": draw, "--memory": memory, "--node": node, "--link": link}
+        options = {
+            "--device": device,
+            "--draw": draw,
+            "--memory": memory,
+            "--node": node,
+            "--link": link,
+        }
         options["--search"] = search or None
-        for name in [name for name, value in {**options, "--network": network}.items() if value is not None]:
+        for name in [
+            name for name, value in {**options, "--network": network}.items() if value is not None
+        ]:
             raise ConfigError(name, "cannot be combined with --check", f"Omit {name} or --check.")
     machine = None if check else commands.hardware(device, memory, node, link, network)
     if members is not None:
         if search or draw is not None:
-            raise ConfigError("--members", "cannot be combined with --search or --draw", "Omit --search and --draw.")
+            raise ConfigError(
+                "--members",
+                "cannot be combined with --search or --draw",
+                "Omit --search and --draw.",
+            )
         commands.members(config, overrides or [], members.read(), world, machine)
         return
     if not json:

@@ -22,17 +22,31 @@ def plot_pattern(
             parser=path_or_pattern,
         ),
     ],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Settings of the pattern or the run: k=v.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings of the pattern or the run: k=v.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Sequence length.")] = 4096,
     heads: Annotated[int, typer.Option(help="Number of heads (for a kind).")] = 4,
-    both: Annotated[bool, typer.Option("--both", help="Plot the bidirectional layout of a kind, not causal.")] = False,
+    both: Annotated[
+        bool, typer.Option("--both", help="Plot the bidirectional layout of a kind, not causal.")
+    ] = False,
     layers: Annotated[int, typer.Option(help="Number of layers (for a kind).")] = 1,
     block: Annotated[int, typer.Option(help="Tokens per block (for a kind).")] = 64,
     out: Annotated[
-        Path | None, typer.Option(help="A .png, .svg or .pdf file; default: the terminal.", parser=path)
+        Path | None,
+        typer.Option(help="A .png, .svg or .pdf file; default: the terminal.", parser=path),
     ] = None,
 ) -> None:
     """Plot which blocks of keys each block of queries attends to, for each head."""
     from xscale.commands.show.plot_pattern import plot
 
-    plot(pattern, overrides or [], out, tokens=tokens, heads=heads, both=both, layers=layers, block=block)
+    plot(
+        pattern,
+        overrides or [],
+        out,
+        tokens=tokens,
+        heads=heads,
+        both=both,
+        layers=layers,
+        block=block,
+    )

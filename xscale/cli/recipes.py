@@ -19,7 +19,9 @@ def list_parts(
         ),
     ] = None,
     json: Json = False,
-    tokens: Annotated[int | None, typer.Option(help="Patterns: show the density at this sequence length.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Patterns: show the density at this sequence length.")
+    ] = None,
     kind: Annotated[
         str | None, typer.Option(help="xformers: show the variants of one kind, such as attention.")
     ] = None,
@@ -62,10 +64,14 @@ def init(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="A recipe or variant (`xscale list recipes`).", parser=path_or_pattern, autocompletion=complete_recipe
+            help="A recipe or variant (`xscale list recipes`).",
+            parser=path_or_pattern,
+            autocompletion=complete_recipe,
         ),
     ] = "quickstart",
-    out: Annotated[Path | None, typer.Option(help="The YAML file to write; default: RECIPE.yaml.", parser=path)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The YAML file to write; default: RECIPE.yaml.", parser=path)
+    ] = None,
 ) -> None:
     """Write a recipe as one commented YAML file to edit. A file that exists is not overwritten."""
     from xscale.commands.show.recipes import init as run
@@ -75,7 +81,10 @@ def init(
 
 def check_part(
     module: Annotated[
-        str, typer.Argument(help="A Python file, such as mine.py, or the name of a module.", parser=path_or_pattern)
+        str,
+        typer.Argument(
+            help="A Python file, such as mine.py, or the name of a module.", parser=path_or_pattern
+        ),
     ],
     names: Annotated[list[str] | None, typer.Argument(help="Parts of it; default: all.")] = None,
 ) -> None:

@@ -13,8 +13,12 @@ from xscale.core.paths import path, path_or_pattern
 def compare(
     file: ComparisonFile,
     overrides: Overrides = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Seeds, instead of those of the file.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each variant, interleaved.")] = 20,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Seeds, instead of those of the file.")
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Timed steps of each variant, interleaved.")
+    ] = 20,
     json: Json = False,
 ) -> None:
     """Train variants of a run with several seeds; report tokens and time to reach the reference's loss."""
@@ -26,10 +30,15 @@ def compare(
 def ladder(
     file: LadderFile,
     overrides: Overrides = None,
-    train: Annotated[bool, typer.Option(help="Train the runs that are missing; otherwise only report.")] = True,
+    train: Annotated[
+        bool, typer.Option(help="Train the runs that are missing; otherwise only report.")
+    ] = True,
     slurm: Annotated[
         str | None,
-        typer.Option(metavar="OPTIONS", help="Submit all runs as one array, by `xscale launch slurm` with OPTIONS."),
+        typer.Option(
+            metavar="OPTIONS",
+            help="Submit all runs as one array, by `xscale launch slurm` with OPTIONS.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -56,7 +65,10 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="Write this file, not RUN/report.html, or comparison.html for several runs.", parser=path),
+        typer.Option(
+            help="Write this file, not RUN/report.html, or comparison.html for several runs.",
+            parser=path,
+        ),
     ] = None,
 ) -> None:
     """Build report.html of a run, finished or not; of several runs, one page that compares them."""
@@ -67,4 +79,6 @@ def report(
     folders = find_runs(runs)
     path = output or (folders[0] / REPORT_FILE if len(folders) == 1 else Path("comparison.html"))
     with reporting_full_disk(path, "Free space, or give another file with --output."):
-        print(build_report(folders[0], path) if len(folders) == 1 else build_comparison(folders, path))
+        print(
+            build_report(folders[0], path) if len(folders) == 1 else build_comparison(folders, path)
+        )

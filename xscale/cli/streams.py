@@ -44,4 +44,6 @@ def check_arguments(arguments: list[str]) -> None:
     for argument in arguments:
         if any("\udc80" <= letter <= "\udcff" for letter in argument):
             shown = argument.encode(errors="replace").decode()
-            raise ConfigError(shown, "this argument is not UTF-8 text", "Rename the file, or write it in UTF-8.")
+            raise ConfigError(
+                shown, "this argument is not UTF-8 text", "Rename the file, or write it in UTF-8."
+            )

@@ -17,7 +17,11 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the resolved config with the origin of each value, and exit.")
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Print the resolved config with the origin of each value, and exit.",
+        ),
     ] = False,
 ) -> None:
     """Train a model, in one process or as a rank started by torchrun or `xscale launch`.
@@ -69,4 +73,8 @@ def _warn_of_deadline(deadline: float) -> None:
     if stop_seconds is not None and deadline > stop_seconds:
         what = f"checkpoint.deadline_seconds is {deadline:g} s, but the launcher kills a rank {stop_seconds:g} s"
         fix = f"Set checkpoint.deadline_seconds below {stop_seconds:g}, or let the launcher wait longer."
-        print(f"xscale: warning: {what} after a signal, in the middle of its save. {fix}", file=sys.stderr, flush=True)
+        print(
+            f"xscale: warning: {what} after a signal, in the middle of its save. {fix}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -14,15 +14,23 @@ def check_part(module: str, names: list[str]) -> int:
     Exit status 0: all checks pass; 1: one fails. ConfigError where there is no such module or part.
     """
     if not __debug__:
-        raise ConfigError("", "Python leaves out assertions (-O), which the checks are", "Start Python without -O.")
+        raise ConfigError(
+            "",
+            "Python leaves out assertions (-O), which the checks are",
+            "Start Python without -O.",
+        )
     parts = parts_of([_imported(module)])
     if not parts:
         what = "no part is registered by this module"
-        raise ConfigError(module, what, 'Register it, such as `@CORES.register("mine", traits=...)`.')
+        raise ConfigError(
+            module, what, 'Register it, such as `@CORES.register("mine", traits=...)`.'
+        )
     known = [entry.name for _, entry in parts]
     for name in names:
         if name not in known:
-            raise ConfigError(name, f"{module} registers no part of that name", nearest(name, known))
+            raise ConfigError(
+                name, f"{module} registers no part of that name", nearest(name, known)
+            )
     chosen = [(family, entry) for family, entry in parts if not names or entry.name in names]
     failed = 0
     for family, entry in chosen:
@@ -33,7 +41,10 @@ def check_part(module: str, names: list[str]) -> int:
             results.append(verdict)
         broken = sum(verdict.reason is not None for verdict in results)
         failed += broken
-        print(f"{family} '{entry.name}': {len(results) - broken} of {len(results)} checks pass\n", flush=True)
+        print(
+            f"{family} '{entry.name}': {len(results) - broken} of {len(results)} checks pass\n",
+            flush=True,
+        )
     return EXIT_FAULT if failed else EXIT_DONE
 
 
@@ -51,11 +62,19 @@ def _imported(module: str) -> str:
             raise ConfigError(problems)
         return module
     if not file.is_file():
-        raise ConfigError(module, "there is no such file", "Give a Python file, or the name of a module.")
+        raise ConfigError(
+            module, "there is no such file", "Give a Python file, or the name of a module."
+        )
     if not file.stem.isidentifier():
-        raise ConfigError(module, "its name is no name of a module", "Rename it with letters, digits and underscores.")
+        raise ConfigError(
+            module,
+            "its name is no name of a module",
+            "Rename it with letters, digits and underscores.",
+        )
     if file.stem in sys.modules:
-        what = f"a module '{file.stem}' is part of Python or of a package, and would be read instead"
+        what = (
+            f"a module '{file.stem}' is part of Python or of a package, and would be read instead"
+        )
         raise ConfigError(module, what, "Give the file another name.")
     # First on the path, so that it is this file that is read.
     sys.path.insert(0, str(file.absolute().parent))

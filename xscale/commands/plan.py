@@ -22,7 +22,11 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def hardware(
-    device: str | None, memory: float | None, node: int | None, link: float | None, network: float | None
+    device: str | None,
+    memory: float | None,
+    node: int | None,
+    link: float | None,
+    network: float | None,
 ) -> "Hardware":
     """Build the hardware from the options, in GB and GB/s; ConfigError for an option that needs --device."""
     from xscale.planning import Hardware
@@ -35,7 +39,9 @@ def hardware(
     for name in options:
         if giga[name] is not None and not giga[name] > 0:  # type: ignore[operator]
             raise ConfigError(name, f"must be greater than 0, got {giga[name]}")
-    memory, link, network = (None if giga_value is None else giga_value * 1e9 for giga_value in (memory, link, network))
+    memory, link, network = (
+        None if giga_value is None else giga_value * 1e9 for giga_value in (memory, link, network)
+    )
     return Hardware(device, memory, node, link, network)
 
 
@@ -66,7 +72,13 @@ def run(
 
 
 def search(
-    config: Path, overrides: list[str], world: int | None, hardware: "Hardware", *, best: int, as_json: bool = False
+    config: Path,
+    overrides: list[str],
+    world: int | None,
+    hardware: "Hardware",
+    *,
+    best: int,
+    as_json: bool = False,
 ) -> None:
     """Print the fastest layouts that fit; keys in `overrides` are not varied. ConfigError when no layout fits."""
     from xscale.planning import search as searching
@@ -80,13 +92,23 @@ def search(
 
     fixed = frozenset(override.partition("=")[0] for override in overrides)
     layouts = searching.search(
-        recipe, change, fixed, ranks, hardware, best, lambda line: print(line, file=sys.stderr, flush=True)
+        recipe,
+        change,
+        fixed,
+        ranks,
+        hardware,
+        best,
+        lambda line: print(line, file=sys.stderr, flush=True),
     )
-    text = json.dumps([searching.as_json(layout) for layout in layouts], indent=2) if as_json else ""
+    text = (
+        json.dumps([searching.as_json(layout) for layout in layouts], indent=2) if as_json else ""
+    )
     print(text or "\n".join(searching.format_ranked(layouts)))
 
 
-def members(config: Path, overrides: list[str], lists: str, world: int | None, hardware: "Hardware | None") -> None:
+def members(
+    config: Path, overrides: list[str], lists: str, world: int | None, hardware: "Hardware | None"
+) -> None:
     """Print a JSON list of plans, one per list of overrides in the JSON text `lists`; without hardware only check them.
 
     One process serves a whole sweep: starting a process takes longer than checking a config.
@@ -101,7 +123,9 @@ def members(config: Path, overrides: list[str], lists: str, world: int | None, h
             for problem in error.problems:
                 wrong.setdefault(problem, []).append(" ".join(more) or "no more overrides")
     if wrong:
-        raise ConfigError(_of_members(problem, whose, len(many)) for problem, whose in wrong.items())
+        raise ConfigError(
+            _of_members(problem, whose, len(many)) for problem, whose in wrong.items()
+        )
     print(json.dumps(answers))
 
 
@@ -125,7 +149,9 @@ def _lists(text: str) -> list[list[str]]:
     return [[str(word) for word in overrides] for overrides in lists]
 
 
-def _answer(recipe: Recipe, composed: Composed, world: int, hardware: "Hardware | None") -> dict[str, Any]:
+def _answer(
+    recipe: Recipe, composed: Composed, world: int, hardware: "Hardware | None"
+) -> dict[str, Any]:
     """Return what `--json` prints for one run."""
     if hardware is None:
         return {"world": world, "problems": [], **read_from(recipe, composed)}
@@ -170,9 +196,15 @@ def _draw(recipe: Recipe, world: int, file: Path) -> None:
         raise ConfigError("--draw", what, f"Use one of {', '.join(PICTURES)}.")
     degrees = axes.resolve(recipe.parallel.mesh, world)
     if degrees.pp == 1:
-        raise ConfigError("--draw", "a single pipeline stage has no schedule", "Set parallel.mesh.pp above 1.")
+        raise ConfigError(
+            "--draw", "a single pipeline stage has no schedule", "Set parallel.mesh.pp above 1."
+        )
     micros = recipe.train.batch_size // (recipe.train.micro_batch_size * degrees.dp)
     model = build_on_meta(recipe, vocabulary_of(recipe))
     config = recipe.parallel.pipeline
     title = f"{config.schedule}: {degrees.pp} stages' ranks, {micros} micro-batches"
-    draw_picture(simulate_schedule(model, config, degrees.pp, micros, recipe.data.sequence_length), file, title)
+    draw_picture(
+        simulate_schedule(model, config, degrees.pp, micros, recipe.data.sequence_length),
+        file,
+        title,
+    )

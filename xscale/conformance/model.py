@@ -81,12 +81,17 @@ def packed_documents_stay_apart(entry: Entry[Any]) -> None:
     model, numbers = built(entry), numbered(15, 25)
     about = Tokens.from_ids(ids(), numbers)
     packed = model(about, source=source(entry))
-    alone = [model(Tokens.from_ids(part), source=source(entry)) for part in (ids()[:, :15], ids()[:, 15:])]
+    alone = [
+        model(Tokens.from_ids(part), source=source(entry))
+        for part in (ids()[:, :15], ids()[:, 15:])
+    ]
     assert close(packed, torch.cat(alone, 1))
 
 
 @check(
-    "model", lambda entry: entry.traits.decode, values={"token by token": ([1] * LENGTH,), "chunks": ([20, 1, 1, 18],)}
+    "model",
+    lambda entry: entry.traits.decode,
+    values={"token by token": ([1] * LENGTH,), "chunks": ([20, 1, 1, 18],)},
 )
 def written_token_by_token_it_says_the_same(entry: Entry[Any], chunks: list[int]) -> None:
     model, text = built(entry), Tokens.from_ids(ids())
@@ -112,5 +117,9 @@ def every_weight_takes_part(entry: Entry[Any]) -> None:
     loss = model(Tokens.from_ids(ids()), ids(5), source(entry))
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    idle = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None or not gradient.any()]
+    idle = [
+        name
+        for name, gradient in zip(names, gradients, strict=True)
+        if gradient is None or not gradient.any()
+    ]
     assert idle == []

@@ -21,7 +21,13 @@ LENGTH, SAMPLES = 64, 6
 FIRST = 15
 """Ids below are special."""
 SPECIALS = SpecialTokens(
-    vocabulary=VOCABULARY, pad=0, eos=2, mask=4, sentinels=range(5, FIRST), bos=1, sentence_ends=frozenset({20})
+    vocabulary=VOCABULARY,
+    pad=0,
+    eos=2,
+    mask=4,
+    sentinels=range(5, FIRST),
+    bos=1,
+    sentence_ends=frozenset({20}),
 )
 
 
@@ -39,7 +45,9 @@ def samples(kind: Samples = "packed") -> tuple[Tensor, Tensor, Tensor]:
     if kind == "sentences":
         return sentence_samples()
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(FIRST, VOCABULARY, (SAMPLES, 2 * LENGTH if pairs else LENGTH + 1), generator=generator)
+    tokens = torch.randint(
+        FIRST, VOCABULARY, (SAMPLES, 2 * LENGTH if pairs else LENGTH + 1), generator=generator
+    )
     documents = (torch.arange(LENGTH + 1) >= 40).long().expand(SAMPLES, -1).contiguous()
     if pairs:
         used = torch.randint(1, LENGTH + 1, (SAMPLES, 2, 1), generator=generator)
@@ -122,7 +130,9 @@ def a_model_with_the_needed_traits_learns(entry: Entry[Any]) -> None:
     assert (batch.tokens.prefix is not None) == entry.traits.prefix
     assert batch.tokens.ids.shape == batch.targets.shape
     assert batch.targets.shape[0] == SAMPLES
-    assert ((batch.targets == IGNORE_INDEX) | ((batch.targets >= 0) & (batch.targets < VOCABULARY))).all()
+    assert (
+        (batch.targets == IGNORE_INDEX) | ((batch.targets >= 0) & (batch.targets < VOCABULARY))
+    ).all()
     if entry.traits.labels is not None:
         assert (batch.targets != IGNORE_INDEX).any(1).all()
     loss = objective.loss(model, batch)
@@ -178,7 +188,10 @@ def what_is_asked_for_stands_behind_only_where_declared(entry: Entry[Any]) -> No
         second = objective.batch(other, text_documents, index)
         for row in range(SAMPLES):
             changed = (first.targets[row] != second.targets[row]).nonzero().flatten().tolist()
-            if changed and (first.tokens.ids[row] != second.tokens.ids[row])[: changed[0] + 1].any():
+            if (
+                changed
+                and (first.tokens.ids[row] != second.tokens.ids[row])[: changed[0] + 1].any()
+            ):
                 copied += 1
     assert (copied == 0) == entry.traits.causal
 
@@ -193,10 +206,16 @@ def draws_depend_on_the_sample_alone(entry: Entry[Any]) -> None:
     first = built(entry).batch(same, text_documents, index, **labels)
     torch.manual_seed(4)
     again = built(entry).batch(same, text_documents, index, **labels)
-    assert all(torch.equal(tensor, twin) for tensor, twin in zip(tensors(first), tensors(again), strict=True))
+    assert all(
+        torch.equal(tensor, twin)
+        for tensor, twin in zip(tensors(first), tensors(again), strict=True)
+    )
     by_number = any((tensor[:1] != tensor).any() for tensor in tensors(first))
     other = built(entry, seed=2).batch(same, text_documents, index, **labels)
-    by_seed = any(not torch.equal(tensor, twin) for tensor, twin in zip(tensors(first), tensors(other), strict=True))
+    by_seed = any(
+        not torch.equal(tensor, twin)
+        for tensor, twin in zip(tensors(first), tensors(other), strict=True)
+    )
     assert by_number == by_seed == entry.traits.random
 
 
@@ -224,10 +243,17 @@ def padding_weighs_nothing(entry: Entry[Any]) -> None:
     tokens, documents, index = samples("pairs")
     loss, gradients = of_model(objective, model, tokens, documents, index)
     noise = torch.randint_like(tokens, VOCABULARY)
-    other, gradients_of_other = of_model(objective, model, torch.where(documents == 1, noise, tokens), documents, index)
+    other, gradients_of_other = of_model(
+        objective, model, torch.where(documents == 1, noise, tokens), documents, index
+    )
     assert torch.equal(loss, other)
-    assert all(torch.equal(first, two) for first, two in zip(gradients, gradients_of_other, strict=True))
-    total, summed = torch.zeros((), dtype=torch.float64), [torch.zeros_like(gradient) for gradient in gradients]
+    assert all(
+        torch.equal(first, two) for first, two in zip(gradients, gradients_of_other, strict=True)
+    )
+    total, summed = (
+        torch.zeros((), dtype=torch.float64),
+        [torch.zeros_like(gradient) for gradient in gradients],
+    )
     for row in range(SAMPLES):
         kept = documents[row : row + 1] == 0
         read = int(kept[:, :LENGTH].sum())
@@ -235,7 +261,9 @@ def padding_weighs_nothing(entry: Entry[Any]) -> None:
         alone = of_length(objective, read).batch(text, torch.zeros_like(text), index[row : row + 1])
         first = objective.loss(model, alone)
         total += first.detach()
-        for sums, part in zip(summed, torch.autograd.grad(first, list(model.parameters())), strict=True):
+        for sums, part in zip(
+            summed, torch.autograd.grad(first, list(model.parameters())), strict=True
+        ):
             sums += part
     assert torch.allclose(loss, total, rtol=1e-12)
     for first, two in zip(gradients, summed, strict=True):
@@ -251,12 +279,16 @@ def padding_of_examples_weighs_nothing(entry: Entry[Any]) -> None:
     tokens, documents, index = samples("labels")
     noise = torch.where(documents == 1, torch.randint_like(tokens, VOCABULARY), tokens)
     assert not torch.equal(noise, tokens)
-    batch, other = (objective.batch(ids, documents, index, **labels_of(objective)) for ids in (tokens, noise))
+    batch, other = (
+        objective.batch(ids, documents, index, **labels_of(objective)) for ids in (tokens, noise)
+    )
     assert (batch.targets[documents == 1] == IGNORE_INDEX).all()
     results = [objective.loss(model, first) for first in (batch, other)]
     assert torch.equal(results[0], results[1])
     parameters = list(model.parameters())
-    for first, two in zip(*(torch.autograd.grad(loss, parameters) for loss in results), strict=True):
+    for first, two in zip(
+        *(torch.autograd.grad(loss, parameters) for loss in results), strict=True
+    ):
         assert torch.equal(first, two)
 
 
@@ -281,11 +313,17 @@ def label_smoothing_is_told_to_the_model(entry: Entry[Any]) -> None:
         return
     tokens, documents, index = samples(entry.traits.samples)
     text_documents = documents if entry.traits.samples != "packed" else None
-    batch = objective.batch(tokens, text_documents, index, label_smoothing=0.25, **labels_of(objective))
+    batch = objective.batch(
+        tokens, text_documents, index, label_smoothing=0.25, **labels_of(objective)
+    )
     assert batch.tokens.forward.label_smoothing == 0.25
     model = model_for(entry).double()
     logits = model(batch.tokens, None, batch.source)
     wanted = F.cross_entropy(
-        logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="sum", label_smoothing=0.25
+        logits.flatten(0, 1),
+        batch.targets.flatten(),
+        ignore_index=-100,
+        reduction="sum",
+        label_smoothing=0.25,
     )
     assert is_near(objective.loss(model, batch).item(), wanted.item(), 1e-9)

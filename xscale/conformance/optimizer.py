@@ -18,7 +18,9 @@ SHAPES = {"matrix": (12, 8), "gain": (8,), "experts": (4, 6, 8)}
 def weights(seed: int = 0) -> list[LocalParameter]:
     """Parameters as materialising gives them: float64, matrices decay."""
     return [
-        LocalParameter(name, drawn(*shape, seed=seed + at), decays=len(shape) > 1, linear_map=len(shape) > 1)
+        LocalParameter(
+            name, drawn(*shape, seed=seed + at), decays=len(shape) > 1, linear_map=len(shape) > 1
+        )
         for at, (name, shape) in enumerate(SHAPES.items())
     ]
 
@@ -32,7 +34,9 @@ def built(entry: Entry[Any], over: list[LocalParameter], **changes: Any) -> Opti
     return part
 
 
-def stepped(entry: Entry[Any], steps: int = 5, **changes: Any) -> tuple[list[LocalParameter], Optimizer]:
+def stepped(
+    entry: Entry[Any], steps: int = 5, **changes: Any
+) -> tuple[list[LocalParameter], Optimizer]:
     over = weights()
     optimizer = built(entry, over, **changes)
     for step in range(steps):
@@ -88,7 +92,9 @@ def it_finds_a_minimum(entry: Entry[Any]) -> None:
 @check("optimizer")
 def only_what_decays_is_decayed(entry: Entry[Any]) -> None:
     over = weights()
-    built(entry, over, weight_decay=0.5).step([torch.zeros_like(weight.value) for weight in over], 1e-2)
+    built(entry, over, weight_decay=0.5).step(
+        [torch.zeros_like(weight.value) for weight in over], 1e-2
+    )
     for weight, before in zip(over, weights(), strict=True):
         wanted = before.value * (1 - 0.5e-2) if weight.decays else before.value
         assert torch.allclose(weight.value, wanted, rtol=1e-9, atol=1e-12)
@@ -98,7 +104,10 @@ def only_what_decays_is_decayed(entry: Entry[Any]) -> None:
 def a_rate_of_zero_moves_nothing(entry: Entry[Any]) -> None:
     over = weights()
     built(entry, over).step(gradients(0), 0.0)
-    assert all(torch.equal(weight.value, other.value) for weight, other in zip(over, weights(), strict=True))
+    assert all(
+        torch.equal(weight.value, other.value)
+        for weight, other in zip(over, weights(), strict=True)
+    )
 
 
 @check("optimizer")
@@ -112,7 +121,9 @@ def what_it_saved_goes_on_bitwise(entry: Entry[Any]) -> None:
     counters = first.counters()
     again = [replace(weight, value=weight.value.clone()) for weight in over]
     second = built(entry, again)
-    assert second.states().keys() == kept.keys(), "a fresh optimizer has no place for the saved states"
+    assert second.states().keys() == kept.keys(), (
+        "a fresh optimizer has no place for the saved states"
+    )
     for name, tensors in second.states().items():
         for tensor, saved in zip(tensors, kept[name], strict=True):
             if tensor is not None:
@@ -121,7 +132,10 @@ def what_it_saved_goes_on_bitwise(entry: Entry[Any]) -> None:
     second.set_counters(counters)
     for step in range(5, 8):
         second.step(gradients(step), 1e-2)
-    assert all(torch.equal(weight.value, other.value) for weight, other in zip(straight, again, strict=True))
+    assert all(
+        torch.equal(weight.value, other.value)
+        for weight, other in zip(straight, again, strict=True)
+    )
 
 
 @check("optimizer")

@@ -54,7 +54,8 @@ def it_counts_blocks_only_where_declared(entry: Entry[Any]) -> None:
     part = built(entry, False)
     full = layout(part, causal=False)
     same = all(
-        (layout(part, causal=False, blocks=blocks) == full[:, :blocks, :blocks]).all() for blocks in range(1, 20)
+        (layout(part, causal=False, blocks=blocks) == full[:, :blocks, :blocks]).all()
+        for blocks in range(1, 20)
     )
     assert same != entry.traits.counts_blocks
     assert part.counts_blocks == entry.traits.counts_blocks
@@ -67,7 +68,9 @@ def by_token(part: Pattern, **changes: Any) -> Layout:
     outcome = np.zeros((1, len(positions), len(positions)), dtype=np.bool_)
     for blocks, rule in part.masked_layouts(grid):
         seen = blocks.repeat(BLOCK, 1).repeat(BLOCK, 2)
-        outcome = outcome | (seen if rule is None else seen & rule(positions[:, None], positions[None, :]))
+        outcome = outcome | (
+            seen if rule is None else seen & rule(positions[:, None], positions[None, :])
+        )
     assert not (outcome & ~part.layout(grid).repeat(BLOCK, 1).repeat(BLOCK, 2)).any(), (
         "a token mask shows keys outside the layout"
     )
@@ -102,7 +105,14 @@ def its_density_is_what_it_says(entry: Entry[Any]) -> None:
         # Far from the edges, where no window is cut off.
         rows = seen[:, blocks // 4 : -blocks // 4]
         counted = rows.mean()
-        names = {"N": blocks, "block": BLOCK, "min": min, "max": max, "len": len, **dict(part.config)}
+        names = {
+            "N": blocks,
+            "block": BLOCK,
+            "min": min,
+            "max": max,
+            "len": len,
+            **dict(part.config),
+        }
         declared = eval(entry.traits.density, names)
         slack = 1.5 / blocks
         assert is_near(declared, counted, 0.15, slack), f"{blocks} blocks"
@@ -118,7 +128,9 @@ def heads_differ_only_where_declared(entry: Entry[Any]) -> None:
     assert part.differs_by_head or len(seen) == 1
     for first in (0, 2):
         some = layout(part, causal=causal, heads=2, first_head=first)
-        assert (some == (seen if len(seen) == 1 else seen[first : first + 2])).all(), "heads are told by their index"
+        assert (some == (seen if len(seen) == 1 else seen[first : first + 2])).all(), (
+            "heads are told by their index"
+        )
 
 
 @check("pattern", lambda entry: entry.traits.per_head_layout)

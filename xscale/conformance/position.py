@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from xscale.conformance.check import check
-from xscale.conformance.small_parts import HEAD_WIDTH, HEADS, WIDTH, close, dims, drawn, fitting, ready, tokens
+from xscale.conformance.small_parts import (
+    HEAD_WIDTH,
+    HEADS,
+    WIDTH,
+    close,
+    dims,
+    drawn,
+    fitting,
+    ready,
+    tokens,
+)
 from xscale.core.registry import Entry
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import Position
@@ -38,7 +48,9 @@ def at_places(part: Position, q: Tensor, k: Tensor, positions: Tensor) -> Tensor
     """Terms of the scores of queries and keys at these places of a longer sequence, with nothing between them."""
     length = int(positions.max()) + 1
     rows = positions[:, None, :, None].expand_as(q)
-    queries, keys = (q.new_zeros(*q.shape[:2], length, q.shape[3]).scatter(2, rows, x) for x in (q, k))
+    queries, keys = (
+        q.new_zeros(*q.shape[:2], length, q.shape[3]).scatter(2, rows, x) for x in (q, k)
+    )
     terms = part.scores(queries, keys, every_pair(length))
     batch = torch.arange(len(q))[:, None, None]
     return terms.movedim(1, 3)[batch, positions[:, :, None], positions[:, None]].movedim(3, 1)
@@ -77,7 +89,10 @@ def it_acts_where_it_says(entry: Entry[Any]) -> None:
     assert part.adds_scores == (entry.traits.where == "scores")
     assert part.embed(drawn(2, LENGTH, WIDTH), around).shape == (2, LENGTH, WIDTH)
     bias = part.bias(around.positions, around.positions)
-    assert bias is None or bias.expand(2, HEADS, LENGTH, LENGTH).shape == bias.expand(2, -1, -1, -1).shape
+    assert (
+        bias is None
+        or bias.expand(2, HEADS, LENGTH, LENGTH).shape == bias.expand(2, -1, -1, -1).shape
+    )
 
 
 @check("position")
@@ -95,7 +110,9 @@ def the_order_is_known(entry: Entry[Any]) -> None:
     part, around = built(entry), tokens(LENGTH)
     turned = replace(around, positions=around.positions.flip(1), shared_values=SharedValues())
     x = drawn(2, LENGTH, WIDTH)
-    same = close(scores(part, turned), scores(part, around)) and close(part.embed(x, turned), part.embed(x, around))
+    same = close(scores(part, turned), scores(part, around)) and close(
+        part.embed(x, turned), part.embed(x, around)
+    )
     assert not same or mirrored(part, around)
 
 
@@ -114,7 +131,10 @@ def explicit_positions_are_the_default_ones(entry: Entry[Any]) -> None:
     assert close(scores(part, explicit), scores(part, around))
     assert close(part.embed(x, explicit), part.embed(x, around))
     alone = replace(
-        explicit, positions=explicit.positions[:, 5:6], ids=explicit.ids[:, 5:6], shared_values=SharedValues()
+        explicit,
+        positions=explicit.positions[:, 5:6],
+        ids=explicit.ids[:, 5:6],
+        shared_values=SharedValues(),
     )
     assert close(part.embed(x[:, 5:6], alone), part.embed(x, around)[:, 5:6])
 
@@ -145,7 +165,9 @@ def its_terms_are_the_same_for_some_queries_and_heads(entry: Entry[Any]) -> None
     assert close(part.scores(q, k, causal).tril(), full.tril())
     assert close(part.scores(q[:, few], k[:, few], replace(every, heads=few)), full[:, few])
     for pairs in (every, causal):
-        last = part.scores(q[:, :, 20:21], k[:, :, :21], replace(pairs, queries=1, keys=21, offset=20))
+        last = part.scores(
+            q[:, :, 20:21], k[:, :, :21], replace(pairs, queries=1, keys=21, offset=20)
+        )
         assert close(last[:, :, 0], full[:, :, 20, :21])
     if part.adds_values:
         values = part.values(weights, every)

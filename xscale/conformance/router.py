@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from xscale.conformance.check import check
-from xscale.conformance.small_parts import VOCABULARY, WIDTH, close, drawn, fitting, noisy, ready, tokens
+from xscale.conformance.small_parts import (
+    VOCABULARY,
+    WIDTH,
+    close,
+    drawn,
+    fitting,
+    noisy,
+    ready,
+    tokens,
+)
 from xscale.core.registry import Entry
 from xscale.nn.ffn.moe.router.router import Router, RouterDims
 from xscale.nn.ffn.moe.routing import Routing
@@ -20,7 +29,9 @@ SEED = 3
 
 def built(entry: Entry[Any], noise: bool = False) -> Router:
     """The router in training; with `noise` with its noise on."""
-    sizes = RouterDims(width=WIDTH, experts=EXPERTS, vocabulary=VOCABULARY, groups=1, init=Init(std=0.3))
+    sizes = RouterDims(
+        width=WIDTH, experts=EXPERTS, vocabulary=VOCABULARY, groups=1, init=Init(std=0.3)
+    )
     config = fitting(entry, sizes)
     part: Router = ready(entry.part(noisy(config) if noise else config, sizes))
     part.train()
@@ -52,9 +63,17 @@ def loads(routing: Routing) -> Tensor:
 
 def by_token(routing: Routing, count: int = TOKENS) -> list[list[tuple[int, float, bool]]]:
     """(expert, weight, sent) of each token, in the order of the experts."""
-    sent = torch.ones_like(routing.token, dtype=torch.bool) if routing.kept is None else routing.kept
+    sent = (
+        torch.ones_like(routing.token, dtype=torch.bool) if routing.kept is None else routing.kept
+    )
     outcome: list[list[tuple[int, float, bool]]] = [[] for _ in range(count)]
-    rows = zip(routing.token.tolist(), routing.expert.tolist(), routing.weight.tolist(), sent.tolist(), strict=True)
+    rows = zip(
+        routing.token.tolist(),
+        routing.expert.tolist(),
+        routing.weight.tolist(),
+        sent.tolist(),
+        strict=True,
+    )
     for token, expert, weight, goes in rows:
         outcome[token].append((expert, round(weight, 9), goes))
     return [sorted(first) for first in outcome]
@@ -80,7 +99,9 @@ def a_routing_is_whole(entry: Entry[Any], training: bool) -> None:
     assert 0 <= int(outcome.expert.min()) <= int(outcome.expert.max()) < EXPERTS
     assert outcome.weight.isfinite().all()
     assert outcome.probabilities.shape == (TOKENS, EXPERTS)
-    assert len(outcome.token) == entry.part.experts_per_token(fitting_config(entry), EXPERTS) * TOKENS
+    assert (
+        len(outcome.token) == entry.part.experts_per_token(fitting_config(entry), EXPERTS) * TOKENS
+    )
     assert len(outcome.token) % outcome.k == 0
     pairs = set(zip(outcome.token.tolist(), outcome.expert.tolist(), strict=True))
     assert len(pairs) == len(outcome.token), "a token goes to one expert twice"
@@ -97,7 +118,9 @@ def it_is_chosen_by_whom_it_says(entry: Entry[Any]) -> None:
     else:
         assert entry.traits.choice == "expert"
         assert (of_experts == of_experts[0]).all()
-        assert not (of_tokens == of_tokens[0]).all(), "experts that choose freely do not all choose the same tokens"
+        assert not (of_tokens == of_tokens[0]).all(), (
+            "experts that choose freely do not all choose the same tokens"
+        )
 
 
 @check("router")
@@ -119,12 +142,21 @@ def it_looks_where_it_says(entry: Entry[Any]) -> None:
     other = torch.where(keep[:, None], x, skewed())
     ids = torch.where(keep, about.ids, (about.ids + 1) % VOCABULARY)
     changed = by_token(routed(router, other, replace(about, ids=ids, shared_values=SharedValues())))
-    alone = all(before == after for before, after, kept in zip(full, changed, keep.tolist(), strict=True) if kept)
+    alone = all(
+        before == after
+        for before, after, kept in zip(full, changed, keep.tolist(), strict=True)
+        if kept
+    )
     if entry.traits.scope == "token":
         assert alone, "a token's routing depends on the other tokens"
     else:
         first = by_token(
-            routed(router, x[1:], replace(about, ids=about.ids[:, 1:], positions=about.positions[:, 1:])), 127
+            routed(
+                router,
+                x[1:],
+                replace(about, ids=about.ids[:, 1:], positions=about.positions[:, 1:]),
+            ),
+            127,
         )
         assert not alone or first != full[1:], "a token's routing depends on that token alone"
 
@@ -138,7 +170,9 @@ def the_future_leaks_where_declared(entry: Entry[Any]) -> None:
     for cut in (1, 40, TOKENS - 1):
         later = torch.cat((x[:cut], skewed()[cut:]))
         ids = torch.cat((about.ids[:, :cut], (about.ids[:, cut:] + 1) % VOCABULARY), 1)
-        changed = by_token(routed(router, later, replace(about, ids=ids, shared_values=SharedValues())))
+        changed = by_token(
+            routed(router, later, replace(about, ids=ids, shared_values=SharedValues()))
+        )
         same.append(changed[:cut] == full[:cut])
     assert all(same) == entry.traits.causal
 
@@ -181,7 +215,9 @@ def it_learns_where_declared(entry: Entry[Any]) -> None:
         out = (outcome.weight * weights[outcome.token, outcome.expert]).sum()
         assert out.requires_grad, "no gradient reaches the router"
         gradients = torch.autograd.grad(out, moved, allow_unused=True)
-        assert any(first is not None and first.any() for first in gradients), "no gradient reaches the router"
+        assert any(first is not None and first.any() for first in gradients), (
+            "no gradient reaches the router"
+        )
 
 
 @check("router")
@@ -193,7 +229,9 @@ def random_numbers_only_where_declared(entry: Entry[Any]) -> None:
     assert (runs[0] != runs[1] or runs[0] != runs[2]) == entry.traits.random
     router.eval()
     quiet = around(rng_seed=None, aux_loss_weight=None)
-    assert by_token(routed(router, x, quiet, 1)) == by_token(routed(router, x, quiet, 2)), "evaluation is random"
+    assert by_token(routed(router, x, quiet, 1)) == by_token(routed(router, x, quiet, 2)), (
+        "evaluation is random"
+    )
 
 
 @check("router", lambda entry: entry.traits.scope == "token")

@@ -16,7 +16,15 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.core.foreign import reason
 from xscale.core.registry import Entry
 
-CORE = ("core", "core_ones", "core_dropout", "core_prefix", "core_scores", "core_running_stats", "core_extremes")
+CORE = (
+    "core",
+    "core_ones",
+    "core_dropout",
+    "core_prefix",
+    "core_scores",
+    "core_running_stats",
+    "core_extremes",
+)
 SUITES = {
     "model": ("model",),
     "mixer": ("attention.mixer", "attention.mixer_padding"),
@@ -60,7 +68,10 @@ def parts_of(modules: Iterable[str]) -> list[tuple[str, Entry[Any]]]:
         (family, entry)
         for family in FAMILIES
         for entry in family_named(family)
-        if any(entry.part.__module__ == name or entry.part.__module__.startswith(f"{name}.") for name in prefixes)
+        if any(
+            entry.part.__module__ == name or entry.part.__module__.startswith(f"{name}.")
+            for name in prefixes
+        )
     ]
 
 
@@ -84,9 +95,13 @@ def broken_promises(modules: Iterable[str]) -> list[Problem]:
     problems = []
     for family, entry in parts_of(modules):
         if not __debug__:
-            what = f"{family} '{entry.name}' cannot be checked where Python leaves out assertions (-O)"
+            what = (
+                f"{family} '{entry.name}' cannot be checked where Python leaves out assertions (-O)"
+            )
             return [Problem("plugins", what, "Start Python without -O.")]
-        broken = next((verdict for verdict in verdicts(family, entry, at_start=True) if verdict.reason), None)
+        broken = next(
+            (verdict for verdict in verdicts(family, entry, at_start=True) if verdict.reason), None
+        )
         if broken is not None:
             what = f"{broken.part} breaks a promise, {broken.check.sentence}: {broken.reason}"
             fix = f"Mend {entry.part.__module__}; `xscale check-part {entry.part.__module__}` runs all checks."
@@ -106,7 +121,9 @@ def _passed(check: Check, entry: Entry[Any]) -> tuple[int, str | None]:
         except (AssertionError, NotImplementedError, ConfigError) as error:
             return passed, _named(case, entry, _failure(error))
         except Exception as error:
-            return passed, _named(case, entry, f"{type(error).__name__} at {_place(error)}: {reason(error)}")
+            return passed, _named(
+                case, entry, f"{type(error).__name__} at {_place(error)}: {reason(error)}"
+            )
     return passed, None
 
 
@@ -132,5 +149,9 @@ def _failure(error: Exception) -> str:
 
 def _place(error: Exception) -> str:
     """File and line where the error was raised, as far as it is not in torch."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename
+    ]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"

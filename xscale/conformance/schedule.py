@@ -48,7 +48,9 @@ def it_knows_the_last_step_only_where_declared(entry: Entry[Any]) -> None:
     assert same != entry.traits.bounded
     if entry.traits.bounded:
         assert short.factor(STEPS) < 0.5, "it knows the last step and does not come down for it"
-    assert math.isfinite(short.factor(3 * STEPS)), "a run that was made longer asks beyond the last step"
+    assert math.isfinite(short.factor(3 * STEPS)), (
+        "a run that was made longer asks beyond the last step"
+    )
 
 
 @check("schedule")

@@ -31,7 +31,13 @@ def example(entry: Entry[Any]) -> Any:
 
 def dims(**changes: Any) -> Dims:
     """The model around a part."""
-    usual: dict[str, Any] = {"width": WIDTH, "depth": 2, "vocabulary": VOCABULARY, "length": LENGTH, "causal": True}
+    usual: dict[str, Any] = {
+        "width": WIDTH,
+        "depth": 2,
+        "vocabulary": VOCABULARY,
+        "length": LENGTH,
+        "causal": True,
+    }
     return Dims(**{**usual, **changes})
 
 
@@ -62,7 +68,9 @@ def fitting(entry: Entry[Any], dims: Any) -> Any:
 def noisy(config: Any) -> Any:
     """The config with its fields of noise switched on."""
     fields = type(config).model_fields
-    return config.model_copy(update={name: value for name, value in NOISE.items() if name in fields})
+    return config.model_copy(
+        update={name: value for name, value in NOISE.items() if name in fields}
+    )
 
 
 def core(entry: Entry[Any], *, heads: int = HEADS, noise: bool = False, **changes: Any) -> Core:
@@ -73,13 +81,26 @@ def core(entry: Entry[Any], *, heads: int = HEADS, noise: bool = False, **change
     return ready(part).train(noise)
 
 
-def qkv(queries: int = LENGTH, keys: int | None = None, heads: int = HEADS, groups: int = HEADS) -> list[Tensor]:
+def qkv(
+    queries: int = LENGTH, keys: int | None = None, heads: int = HEADS, groups: int = HEADS
+) -> list[Tensor]:
     """q [2, H, T, K], k and v [2, G, S, K], strided as projections leave them."""
     shapes = [(queries, heads), (keys or queries, groups), (keys or queries, groups)]
-    return [drawn(2, length, count, HEAD_WIDTH, seed=at).transpose(1, 2) for at, (length, count) in enumerate(shapes)]
+    return [
+        drawn(2, length, count, HEAD_WIDTH, seed=at).transpose(1, 2)
+        for at, (length, count) in enumerate(shapes)
+    ]
 
 
-def run(core: Core, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask | None = None, **changes: Any) -> Tensor:
+def run(
+    core: Core,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask | None = None,
+    **changes: Any,
+) -> Tensor:
     """The core's output, with torch's generator at the same place each time."""
     usual: dict[str, Any] = {"queries": q.shape[2], "keys": k.shape[2], "causal": core.causal}
     torch.default_generator.manual_seed(0)
@@ -98,7 +119,9 @@ def other_from(x: Tensor, cut: int, dim: int = 2) -> Tensor:
     return changed
 
 
-def tokens(length: int = LENGTH, batch: int = 2, documents: Tensor | None = None, **fields: Any) -> Tokens:
+def tokens(
+    length: int = LENGTH, batch: int = 2, documents: Tensor | None = None, **fields: Any
+) -> Tokens:
     ids = torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(5))
     return Tokens.from_ids(ids, documents, **fields)
 
@@ -127,8 +150,13 @@ def slope_fits(function: Any, inputs: list[Tensor]) -> bool:
         direction = drawn(*gradient.shape, seed=20 + at)
         derivative = (gradient * direction).sum()
         # A long step straddles kinks and bends, a short one drowns in rounding: a right slope fits one of them.
-        slopes = (_difference(function, inputs, at, direction, weights, step) for step in (1e-5, 1e-6, 1e-7, 1e-8))
-        if not any(torch.isclose(measured, derivative, rtol=1e-5, atol=1e-6) for measured in slopes):
+        slopes = (
+            _difference(function, inputs, at, direction, weights, step)
+            for step in (1e-5, 1e-6, 1e-7, 1e-8)
+        )
+        if not any(
+            torch.isclose(measured, derivative, rtol=1e-5, atol=1e-6) for measured in slopes
+        ):
             return False
     return True
 
@@ -139,7 +167,12 @@ def _difference(
     """The slope of the weighted output along `direction` of input `at`."""
     with torch.no_grad():
         ends = [
-            (function(*[x + sign * step * direction if j == at else x for j, x in enumerate(inputs)]) * weights).sum()
+            (
+                function(
+                    *[x + sign * step * direction if j == at else x for j, x in enumerate(inputs)]
+                )
+                * weights
+            ).sum()
             for sign in (1, -1)
         ]
     slope: Tensor = (ends[0] - ends[1]) / (2 * step)

@@ -27,7 +27,10 @@ def portions_cover_the_corpus_in_order(entry: Entry[Any], folder: Path) -> None:
     corpus = source(entry, folder)
     portions = corpus.byte_ranges()
     assert portions
-    assert all(first.size > 0 and (Path(first.file).is_file() or entry.traits.download) for first in portions)
+    assert all(
+        first.size > 0 and (Path(first.file).is_file() or entry.traits.download)
+        for first in portions
+    )
     assert len({(first.file, first.start) for first in portions}) == len(portions)
     documents = [document for portion in portions for document in corpus.read(portion)]
     assert documents == list(corpus.documents())

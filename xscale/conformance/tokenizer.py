@@ -11,7 +11,18 @@ from xscale.core.registry import Entry
 from xscale.data.tokenizer.tokenizer import Tokenizer, special_tokens
 
 TEXTS = [Path(__file__).read_text(encoding="utf-8"), "Grüße aus Köln.\n"]
-HARD = ("", " ", "\n", "\r\n", "a ▁ 𝄞 ä  b", "</s>", "<mask><extra_id_0>", "\x00\x01", "e\u0301 \u200d", "ﬁ Å")
+HARD = (
+    "",
+    " ",
+    "\n",
+    "\r\n",
+    "a ▁ 𝄞 ä  b",
+    "</s>",
+    "<mask><extra_id_0>",
+    "\x00\x01",
+    "e\u0301 \u200d",
+    "ﬁ Å",
+)
 """Texts that a normaliser or a special token may change."""
 
 
@@ -29,7 +40,9 @@ def gives_back(entry: Entry[Any], tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text)
     if entry.traits.lossless:
         assert tokenizer.decode(tokens) == text, f"{text!r} is changed"
-        assert tokenizer.byte_lengths()[np.array(tokens, dtype=np.int64)].sum() == len(text.encode("utf-8"))
+        assert tokenizer.byte_lengths()[np.array(tokens, dtype=np.int64)].sum() == len(
+            text.encode("utf-8")
+        )
     assert all(tokenizer.sentinels.stop <= token < tokenizer.vocabulary for token in tokens)
 
 
@@ -67,7 +80,9 @@ def offsets_are_the_characters_of_each_token(entry: Entry[Any], folder: Path) ->
         ids, offsets = tokenizer.encode_with_offsets(text)
         assert ids == tokenizer.encode(text)
         assert len(offsets) == len(ids)
-        assert {number for start, stop in offsets for number in range(start, stop)} == set(range(len(text)))
+        assert {number for start, stop in offsets for number in range(start, stop)} == set(
+            range(len(text))
+        )
         assert offsets == sorted(offsets)
         if entry.traits.lossless:
             assert b"".join(table[token] for token in ids) == text.encode()

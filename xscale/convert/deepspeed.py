@@ -46,10 +46,16 @@ def export_universal(path: Path, out: Path, *, say: Callable[[str], None] = prin
     kind = config["optimizer"]["kind"]
     if kind != "adamw":
         what = f"its optimizer is '{kind}', whose states have no counterpart in DeepSpeed"
-        raise ConfigError(str(path), what, "Only adamw can be exported; --to hf exports the weights without states.")
+        raise ConfigError(
+            str(path),
+            what,
+            "Only adamw can be exported; --to hf exports the weights without states.",
+        )
     if config["optimizer"].get("groups"):
         what = "its optimizer has parameter groups, and DeepSpeed's file has one flat group for all matrices"
-        raise ConfigError(str(path), what, "Export a run without optimizer.groups; --to hf exports the weights.")
+        raise ConfigError(
+            str(path), what, "Export a run without optimizer.groups; --to hf exports the weights."
+        )
     names = [name.removeprefix("model.") for name in opened.entries if name.startswith("model.")]
     step = int(read_state(path)["optimizer"]["step"])
     final, out = out, out.with_name(f".{out.name}.writing")
@@ -61,13 +67,22 @@ def export_universal(path: Path, out: Path, *, say: Callable[[str], None] = prin
         for state, deepspeed_state in STATES.items():
             if f"optimizer.{state}.{name}" in opened.entries:
                 torch.save(
-                    {"param": opened.tensor(f"optimizer.{state}.{name}").float()}, folder / f"{deepspeed_state}.pt"
+                    {"param": opened.tensor(f"optimizer.{state}.{name}").float()},
+                    folder / f"{deepspeed_state}.pt",
                 )
         torch.save(torch.tensor(float(step)), folder / "step.pt")
     groups = _groups(config["optimizer"])
-    common = {"param_groups": groups, "ds_version": WRITTEN_FOR, "clip_grad": 0.0, "overflow": False}
+    common = {
+        "param_groups": groups,
+        "ds_version": WRITTEN_FOR,
+        "clip_grad": 0.0,
+        "overflow": False,
+    }
     state_dict = {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": groups}
-    torch.save({**common, "optimizer_state_dict": state_dict}, out / PARAMETERS_FOLDER / "optimizer_state.pt")
+    torch.save(
+        {**common, "optimizer_state_dict": state_dict},
+        out / PARAMETERS_FOLDER / "optimizer_state.pt",
+    )
     module = {name: opened.tensor(f"model.{name}").float() for name in names}
     torch.save(_model_states(module, step), out / "mp_rank_00_model_states.pt")
     (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -79,8 +94,15 @@ def export_universal(path: Path, out: Path, *, say: Callable[[str], None] = prin
 
 def _groups(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parameter groups of xscale's DeepSpeed engine: matrices with weight decay, the rest without."""
-    common = {"lr": optimizer["lr"], "betas": (optimizer["beta1"], optimizer["beta2"]), "eps": optimizer["eps"]}
-    return [{**common, "weight_decay": decay, "params": []} for decay in (optimizer["weight_decay"], 0.0)]
+    common = {
+        "lr": optimizer["lr"],
+        "betas": (optimizer["beta1"], optimizer["beta2"]),
+        "eps": optimizer["eps"],
+    }
+    return [
+        {**common, "weight_decay": decay, "params": []}
+        for decay in (optimizer["weight_decay"], 0.0)
+    ]
 
 
 def _model_states(module: dict[str, Tensor], step: int) -> dict[str, Any]:
@@ -108,7 +130,9 @@ def read_universal(source: Path) -> UniversalCheckpoint:
     """Read a folder written by DeepSpeed's `ds_to_universal` or by `export_universal`; ConfigError if it is not one."""
     names = sorted(_parameter_names(source))
     if not names:
-        fix = "Give a folder that DeepSpeed's ds_to_universal wrote (it has zero/PARAMETER/fp32.pt)."
+        fix = (
+            "Give a folder that DeepSpeed's ds_to_universal wrote (it has zero/PARAMETER/fp32.pt)."
+        )
         raise ConfigError(str(source), "the folder has no universal checkpoint", fix)
     weights = {name: _read(source, name, "fp32") for name in names}
     states = {

@@ -24,20 +24,26 @@ TRANSPOSED = Transform(lambda tensors: [tensors[0].t()], lambda tensors: [tensor
 """A weight stored as [inputs, outputs] in the other library."""
 TRANSPOSED_EXPERTS = Transform(lambda tensors: [tensors[0].mT], lambda tensors: [tensors[0].mT])
 """Weights of experts stored as [E, inputs, outputs] in the other library."""
-CONCATENATED = Transform(lambda tensors: [torch.cat(tensors)], lambda tensors: list(tensors[0].chunk(3)))
+CONCATENATED = Transform(
+    lambda tensors: [torch.cat(tensors)], lambda tensors: list(tensors[0].chunk(3))
+)
 """Three vectors of equal length, concatenated."""
 CONCATENATED_TRANSPOSED = Transform(
     lambda tensors: [torch.cat(tensors).t()], lambda tensors: list(tensors[0].t().chunk(3))
 )
 """Three weights of equal shape, concatenated to [inputs, 3 * outputs]."""
-UNSTACKED = Transform(lambda tensors: list(tensors[0].unbind()), lambda tensors: [torch.stack(tensors)])
+UNSTACKED = Transform(
+    lambda tensors: list(tensors[0].unbind()), lambda tensors: [torch.stack(tensors)]
+)
 """Experts: one tensor [E, ...] in xscale, E tensors in the other library."""
 GATE_UP = Transform(lambda tensors: [torch.cat(tensors)], lambda tensors: list(tensors[0].chunk(2)))
 """Gate and up projection of a gated unit, concatenated."""
 
 
 def _split_experts(tensors: Tensors) -> Tensors:
-    return [torch.stack(half) for half in zip(*(expert.chunk(2) for expert in tensors), strict=True)]
+    return [
+        torch.stack(half) for half in zip(*(expert.chunk(2) for expert in tensors), strict=True)
+    ]
 
 
 GATE_UP_EXPERTS = Transform(
@@ -51,19 +57,29 @@ def interleaved_qkv(kv_heads: int, queries_per_kv_head: int) -> Transform:
     """Transform q, k and v to one tensor interleaved by kv head: its query heads, its key head, its value head."""
 
     def forward(tensors: Tensors) -> Tensors:
-        return [torch.cat([part.reshape(kv_heads, -1, *part.shape[1:]) for part in tensors], 1).flatten(0, 1)]
+        return [
+            torch.cat([part.reshape(kv_heads, -1, *part.shape[1:]) for part in tensors], 1).flatten(
+                0, 1
+            )
+        ]
 
     def inverse(tensors: Tensors) -> Tensors:
         by_head = tensors[0].reshape(kv_heads, -1, *tensors[0].shape[1:])
         head = by_head.shape[1] // (queries_per_kv_head + 2)
-        return [part.flatten(0, 1) for part in torch.split(by_head, [queries_per_kv_head * head, head, head], 1)]
+        return [
+            part.flatten(0, 1)
+            for part in torch.split(by_head, [queries_per_kv_head * head, head, head], 1)
+        ]
 
     return Transform(forward, inverse)
 
 
 def concatenated(*rows: int) -> Transform:
     """Transform weights with these numbers of rows to one, concatenated along the rows."""
-    return Transform(lambda tensors: [torch.cat(tensors)], lambda tensors: list(torch.split(tensors[0], list(rows))))
+    return Transform(
+        lambda tensors: [torch.cat(tensors)],
+        lambda tensors: list(torch.split(tensors[0], list(rows))),
+    )
 
 
 def shifted(offset: float) -> Transform:
@@ -93,7 +109,10 @@ def positions_and_types(rows: int, types: int) -> Transform:
     """Transform a table of positions to one of positions and one of token types, whose first row is folded in."""
 
     def forward(tensors: Tensors) -> Tensors:
-        return [*rows_before(rows).forward(tensors), tensors[0].new_zeros(types, tensors[0].shape[1])]
+        return [
+            *rows_before(rows).forward(tensors),
+            tensors[0].new_zeros(types, tensors[0].shape[1]),
+        ]
 
     def inverse(tensors: Tensors) -> Tensors:
         return [tensors[0][rows:] + tensors[1][0]]
@@ -110,7 +129,9 @@ class WeightMapping:
     transform: Transform = IDENTITY
 
 
-def weight(xscale_names: str, external_names: str, transform: Transform = IDENTITY) -> WeightMapping:
+def weight(
+    xscale_names: str, external_names: str, transform: Transform = IDENTITY
+) -> WeightMapping:
     """Build a mapping; each side has one or more names separated by spaces."""
     return WeightMapping(tuple(xscale_names.split()), tuple(external_names.split()), transform)
 
@@ -135,7 +156,11 @@ def with_biases(mappings: list[WeightMapping], has_bias: bool) -> list[WeightMap
     if not has_bias:
         return mappings
     biases = [
-        replace(mapping, xscale_names=_bias(mapping.xscale_names), external_names=_bias(mapping.external_names))
+        replace(
+            mapping,
+            xscale_names=_bias(mapping.xscale_names),
+            external_names=_bias(mapping.external_names),
+        )
         for mapping in mappings
     ]
     return [*mappings, *biases]

@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from xscale.convert.hf.architecture import Data, ModelSizes, Requirements, require_features, uniform_block
+from xscale.convert.hf.architecture import (
+    Data,
+    ModelSizes,
+    Requirements,
+    require_features,
+    uniform_block,
+)
 from xscale.convert.mapping import (
     GATE_UP,
     GATE_UP_EXPERTS,
@@ -69,7 +75,11 @@ def _shape(config: Any, sizes: ModelSizes, require: Requirements) -> GPTModelArg
         "bias_activation_fusion": False,
     }
     network |= _attention(config, block, require)
-    network |= _mixture(config, block.ffn, require) if block.ffn.kind == "moe" else _ffn(config, block.ffn, require)
+    network |= (
+        _mixture(config, block.ffn, require)
+        if block.ffn.kind == "moe"
+        else _ffn(config, block.ffn, require)
+    )
     biases = bool(getattr(block.ffn, "bias", False))
     out = block.mixer.bias if block.mixer.output_bias is None else block.mixer.output_bias
     # One switch, add_bias_linear, applies to the ffn and to the output projection of the attention.
@@ -77,7 +87,9 @@ def _shape(config: Any, sizes: ModelSizes, require: Requirements) -> GPTModelArg
     if biases:
         require.one_of(f"{BLOCK}.mixer.bias", block.mixer.bias, True)
     network |= {"add_bias_linear": biases, "add_qkv_bias": block.mixer.bias}
-    return GPTModelArguments(network, _around(config, sizes, network.get("kv_channels", 0), require))
+    return GPTModelArguments(
+        network, _around(config, sizes, network.get("kv_channels", 0), require)
+    )
 
 
 def _around(config: Any, sizes: ModelSizes, head_width: int, require: Requirements) -> Data:
@@ -91,7 +103,11 @@ def _around(config: Any, sizes: ModelSizes, head_width: int, require: Requiremen
     if position.kind == "rope":
         if int(head_width * position.fraction) % 2:
             what = f"{position.fraction} of {head_width} channels is an odd number"
-            require.reject("model.position.fraction", what, "A fraction with an even number of channels would map.")
+            require.reject(
+                "model.position.fraction",
+                what,
+                "A fraction with an even number of channels would map.",
+            )
         model |= {"rotary_percent": position.fraction, "rotary_base": position.base}
     return model
 
@@ -120,7 +136,11 @@ def _ffn(config: Any, ffn: Any, require: Requirements, path: str = f"{BLOCK}.ffn
     else:
         require.one_of(f"{path}.activation", ffn.activation, *ACTIVATIONS)
         activation, hidden = ACTIVATIONS.get(ffn.activation), ffn.hidden or 4 * config.width
-    return {"ffn_hidden_size": hidden, "gated_linear_unit": ffn.kind == "gated", "activation_func": activation}
+    return {
+        "ffn_hidden_size": hidden,
+        "gated_linear_unit": ffn.kind == "gated",
+        "activation_func": activation,
+    }
 
 
 def _mixture(config: Any, ffn: Any, require: Requirements) -> Data:
@@ -154,22 +174,39 @@ def weights(config: Any) -> list[WeightMapping]:
     """Map every tensor, for a config that `gpt_model_arguments` accepts."""
     block = config.stack.block_config(0)
     mixer, ffn = block.mixer, block.ffn
-    normed, output = block.norm.kind == "layer", mixer.bias if mixer.output_bias is None else mixer.output_bias
+    normed, output = (
+        block.norm.kind == "layer",
+        mixer.bias if mixer.output_bias is None else mixer.output_bias,
+    )
     kv_heads = mixer.kv_heads or mixer.heads
     inputs = " ".join(f"{XSCALE_BLOCK}.mixer.part.{part}.weight" for part in "qkv")
     prefix = f"{LAYER}.self_attention"
     layer = [
-        *with_biases([weight(f"{XSCALE_BLOCK}.mixer.norm.weight", f"{LAYER}.input_layernorm.weight")], normed),
-        *with_biases([weight(f"{XSCALE_BLOCK}.ffn.norm.weight", f"{LAYER}.pre_mlp_layernorm.weight")], normed),
         *with_biases(
-            [weight(inputs, f"{prefix}.linear_qkv.weight", interleaved_qkv(kv_heads, mixer.heads // kv_heads))],
+            [weight(f"{XSCALE_BLOCK}.mixer.norm.weight", f"{LAYER}.input_layernorm.weight")], normed
+        ),
+        *with_biases(
+            [weight(f"{XSCALE_BLOCK}.ffn.norm.weight", f"{LAYER}.pre_mlp_layernorm.weight")], normed
+        ),
+        *with_biases(
+            [
+                weight(
+                    inputs,
+                    f"{prefix}.linear_qkv.weight",
+                    interleaved_qkv(kv_heads, mixer.heads // kv_heads),
+                )
+            ],
             mixer.bias,
         ),
-        *with_biases([weight(f"{XSCALE_BLOCK}.mixer.part.o.weight", f"{prefix}.linear_proj.weight")], output),
+        *with_biases(
+            [weight(f"{XSCALE_BLOCK}.mixer.part.o.weight", f"{prefix}.linear_proj.weight")], output
+        ),
     ]
     if mixer.qk_norm is not None:
         for part in "qk":
-            norm = weight(f"{XSCALE_BLOCK}.mixer.part.{part}_norm.weight", f"{prefix}.{part}_layernorm.weight")
+            norm = weight(
+                f"{XSCALE_BLOCK}.mixer.part.{part}_norm.weight", f"{prefix}.{part}_layernorm.weight"
+            )
             layer += with_biases([norm], normed)
     layer += _experts(ffn) if ffn.kind == "moe" else _maps(ffn)
     outer = [
@@ -186,16 +223,23 @@ def weights(config: Any) -> list[WeightMapping]:
 def _maps(ffn: Any) -> list[WeightMapping]:
     part, prefix = f"{XSCALE_BLOCK}.ffn.part", f"{LAYER}.mlp"
     if ffn.kind == "gated":
-        first = weight(f"{part}.gate.weight {part}.up.weight", f"{prefix}.linear_fc1.weight", GATE_UP)
+        first = weight(
+            f"{part}.gate.weight {part}.up.weight", f"{prefix}.linear_fc1.weight", GATE_UP
+        )
     else:
         first = weight(f"{part}.up.weight", f"{prefix}.linear_fc1.weight")
-    return with_biases([first, weight(f"{part}.down.weight", f"{prefix}.linear_fc2.weight")], ffn.bias)
+    return with_biases(
+        [first, weight(f"{part}.down.weight", f"{prefix}.linear_fc2.weight")], ffn.bias
+    )
 
 
 def _experts(ffn: Any) -> list[WeightMapping]:
     part, prefix = f"{XSCALE_BLOCK}.ffn.part", f"{LAYER}.mlp"
     first, second = (
-        " ".join(f"{prefix}.experts.local_experts.{expert}.{name}.weight" for expert in range(ffn.experts))
+        " ".join(
+            f"{prefix}.experts.local_experts.{expert}.{name}.weight"
+            for expert in range(ffn.experts)
+        )
         for name in ("linear_fc1", "linear_fc2")
     )
     ups = weight(f"{part}.experts.up", first, UNSTACKED)

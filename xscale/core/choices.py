@@ -58,7 +58,8 @@ def _phrase(group: list[Choice], path: str) -> str:
     family, _, kind = key.partition(" ")
     shared = first.further if all(choice.further == first.further for choice in group) else ()
     values = [
-        flow_text(choice.edits[0][1]) + ("" if shared or not choice.further else _with(" with ", choice.further, path))
+        flow_text(choice.edits[0][1])
+        + ("" if shared or not choice.further else _with(" with ", choice.further, path))
         for choice in group
     ]
     listed = listed_names(values)

@@ -97,7 +97,9 @@ def compose_mapping(data: dict[str, Any], overrides: list[str]) -> Composed:
     `use` is looked for in the working directory and above, and among the configs that come with xscale. ConfigError
     for any problem.
     """
-    composed = _compose(partial(_add_data, data=deepcopy(data), file=Path("recipe").absolute(), above=()), overrides)
+    composed = _compose(
+        partial(_add_data, data=deepcopy(data), file=Path("recipe").absolute(), above=()), overrides
+    )
     if composed.problems:
         raise ConfigError(composed.problems)
     return composed
@@ -124,7 +126,9 @@ def _compose(add: Callable[[Composed], None], overrides: list[str]) -> Composed:
 def _add_override(composed: Composed, override: str) -> None:
     path, separator, text = override.partition("=")
     if not separator or not path or any(not part for part in path.split(".")):
-        raise ConfigError(override, "an override is written key=value", "For example train.steps=20.")
+        raise ConfigError(
+            override, "an override is written key=value", "For example train.steps=20."
+        )
     if path.count(".") >= DEPTH:
         raise ConfigError(f"override {path[:40]}...", f"it is nested more than {DEPTH} deep")
     value: Any = parse(text, f"override {override}")
@@ -134,7 +138,9 @@ def _add_override(composed: Composed, override: str) -> None:
             set_absent(composed.data, above, default)
         _set(composed, target.path, deepcopy(value))
     segments = parse_path(path)
-    if any(None in segment.entries for segment in segments) or any(t.path[0] != segments[0].name for t in targets):
+    if any(None in segment.entries for segment in segments) or any(
+        t.path[0] != segments[0].name for t in targets
+    ):
         composed.resolved[path] = [path_text(target.path) for target in targets]
 
 
@@ -162,7 +168,13 @@ def _set(composed: Composed, path: KeyPath, value: Any) -> None:
     # The entry as the value of a key, so that parts are replaced and values merged as anywhere.
     below = {str(index): entries[index]}
     prefix = ".".join(map(str, path[: indices[-1]]))
-    _merge(composed, below, {str(index): nested(path[indices[-1] + 1 :], value)}, f"{prefix}.", COMMAND_LINE)
+    _merge(
+        composed,
+        below,
+        {str(index): nested(path[indices[-1] + 1 :], value)},
+        f"{prefix}.",
+        COMMAND_LINE,
+    )
     entries[index] = below[str(index)]
 
 
@@ -171,19 +183,26 @@ def _add_file(composed: Composed, file: Path, above: tuple[Path, ...]) -> None:
         chain = " -> ".join(map(str, (*above, file)))
         raise ConfigError(str(file), f"`use` is circular: {chain}", "Remove one of them.")
     if composed.parsed >= FILES:
-        raise ConfigError(str(file), f"the config uses more than {FILES} files, each counted as often as it is used")
+        raise ConfigError(
+            str(file),
+            f"the config uses more than {FILES} files, each counted as often as it is used",
+        )
     composed.parsed += 1
     composed.files.append(file.absolute())
     _add_data(composed, parse_file(file), file, above)
 
 
-def _add_data(composed: Composed, data: dict[str, Any], file: Path, above: tuple[Path, ...]) -> None:
+def _add_data(
+    composed: Composed, data: dict[str, Any], file: Path, above: tuple[Path, ...]
+) -> None:
     """Add the content of `file`, after the files that it uses."""
     use = data.pop("use", None) or []
     names = [use] if isinstance(use, str) else use
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"{file}: use", "must be a list of config names", "For example use: [model/switch_tiny, data/stdlib]."
+            f"{file}: use",
+            "must be a list of config names",
+            "For example use: [model/switch_tiny, data/stdlib].",
         )
     for name in names:
         try:
@@ -211,7 +230,8 @@ def _find(composed: Composed, name: str, user: Path) -> Path:
     raise ConfigError(
         f"{user}: use",
         f"'{name}' is in none of the folders above this file, and no config of xscale",
-        _neighbours(folders[0].parent / wanted) or "Write it as a path below configs/, for example model/switch_tiny.",
+        _neighbours(folders[0].parent / wanted)
+        or "Write it as a path below configs/, for example model/switch_tiny.",
     )
 
 
@@ -221,7 +241,9 @@ def _neighbours(file: Path) -> str:
     return nearest(file.name, [path.name for path in file.parent.glob("*.y*ml")])
 
 
-def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], path: str, origin: str) -> None:
+def _merge(
+    composed: Composed, below: dict[str, Any], above: dict[str, Any], path: str, origin: str
+) -> None:
     """Merge `above` into `below` in place. A mapping of another `kind` replaces the old one; so do lists."""
     for key, value in above.items():
         if not isinstance(key, str):
@@ -234,7 +256,11 @@ def _merge(composed: Composed, below: dict[str, Any], above: dict[str, Any], pat
             below.clear()
         if isinstance(old, str) and isinstance(value, dict) and "kind" not in value:
             old = below[key] = {"kind": old}
-        if isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+        if (
+            isinstance(value, dict)
+            and isinstance(old, dict)
+            and value.get("kind", old.get("kind")) == old.get("kind")
+        ):
             _merge(composed, old, value, f"{key_path}.", origin)
         elif isinstance(value, dict):
             if origin == COMMAND_LINE and isinstance(old, dict) and value.keys() == {"kind"}:
@@ -280,9 +306,13 @@ def _annotated(data: dict[str, Any], origin: dict[str, str], path: str, depth: i
             lines += _annotated(value, origin, f"{key_path}.", depth + 1)
             continue
         first = f"{key}: {flow_text(value)}"
-        source = origin.get(key_path, next((origin[up] for up in _above(key_path) if up in origin), "default"))
+        source = origin.get(
+            key_path, next((origin[up] for up in _above(key_path) if up in origin), "default")
+        )
         inside = {
-            where: up.removeprefix(f"{key_path}.") for up, where in origin.items() if up.startswith(f"{key_path}.")
+            where: up.removeprefix(f"{key_path}.")
+            for up, where in origin.items()
+            if up.startswith(f"{key_path}.")
         }
         source += "".join(f"; {entry}: {where}" for where, entry in inside.items())
         lines.append(f"{'  ' * depth}{first:<{max(1, 56 - 2 * depth)}}  # {source}")

@@ -45,7 +45,9 @@ class Config(pydantic.BaseModel):
     given) -> the value of that key; None: the two contradict. Read for one version, with a warning."""
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         """Add each field's sentence, the default kind of each slot, and the old names of keys to the JSON schema."""
         json_schema = handler(schema)
         resolved = handler.resolve_ref_schema(json_schema)
@@ -57,10 +59,15 @@ class Config(pydantic.BaseModel):
             name = keys[name]
             if FAMILY_MARK in fields[name] and isinstance(field.default, Config):
                 fields[name]["default"] = _shortest(field.default)
-            elif isinstance(field.default, tuple) and any(isinstance(part, Config) for part in field.default):
+            elif isinstance(field.default, tuple) and any(
+                isinstance(part, Config) for part in field.default
+            ):
                 fields[name]["default"] = [_shortest(part) for part in field.default]
         if cls.renamed or cls.folded:
-            resolved[RENAMED_MARK] = {**cls.renamed, **{old: new for old, (new, _) in cls.folded.items()}}
+            resolved[RENAMED_MARK] = {
+                **cls.renamed,
+                **{old: new for old, (new, _) in cls.folded.items()},
+            }
         return json_schema
 
 
@@ -95,25 +102,32 @@ class Slot:
     def __init__(self, family: "PartFamily") -> None:
         self.family = family
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
             self._decode, serialization=core_schema.plain_serializer_function_ser_schema(encode)
         )
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         # Parts may contain parts of their own family, so this refers to the family; core/schema.py defines it once.
         return {FAMILY_MARK: self.family.name}
 
     def _decode(self, value: Any) -> Config:
         if isinstance(value, Config):
             if value.family != self.family.name:
-                raise _refuse(f"must be a {self.family.name}, got a {value.family or type(value).__qualname__}")
+                raise _refuse(
+                    f"must be a {self.family.name}, got a {value.family or type(value).__qualname__}"
+                )
             return value
         if isinstance(value, str):
             value = {"kind": value}
         if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
             raise _refuse(
-                f"a {self.family.name} is chosen by 'kind'", f"Choose one of: {', '.join(self.family.names())}."
+                f"a {self.family.name} is chosen by 'kind'",
+                f"Choose one of: {', '.join(self.family.names())}.",
             )
         kind = str(self.family.aliases.get(value["kind"], value["kind"]))
         if kind not in self.family:
@@ -130,7 +144,9 @@ class Slot:
 
 
 def _refuse(what: str, fix: str = "", unknown_kind: str = "") -> PydanticCustomError:
-    return PydanticCustomError("xscale", "{what}", {"what": what, "fix": fix, "unknown_kind": unknown_kind})
+    return PydanticCustomError(
+        "xscale", "{what}", {"what": what, "fix": fix, "unknown_kind": unknown_kind}
+    )
 
 
 def encode(config: Config) -> dict[str, Any]:
@@ -151,7 +167,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def decode(schema: type[ConfigT], data: dict[str, Any], origin: dict[str, str] | None = None) -> ConfigT:
+def decode(
+    schema: type[ConfigT], data: dict[str, Any], origin: dict[str, str] | None = None
+) -> ConfigT:
     """Validate `data` into `schema`; a ConfigError lists every problem with its dotted path.
 
     `origin` maps dotted paths to the file or command line that gave the value, for the messages.
@@ -183,16 +201,23 @@ def _problems(
     problems: list[Problem] = []
     for number, fault in enumerate(faults):
         if len(problems) >= PROBLEMS_LISTED:
-            return [*problems, Problem(".".join(map(str, above)), f"{len(faults) - number} more problems")]
+            return [
+                *problems,
+                Problem(".".join(map(str, above)), f"{len(faults) - number} more problems"),
+            ]
         where = above + tuple(fault["loc"])
-        if fault["type"] == "too_short" and any(_is_inside(other["loc"], fault["loc"]) for other in faults):
+        if fault["type"] == "too_short" and any(
+            _is_inside(other["loc"], fault["loc"]) for other in faults
+        ):
             # pydantic counts the items that are right; each of the others has a problem of its own.
             continue
         if fault["type"] == "part":
             part = fault["ctx"]
             problems += _problems(part["schema"], part["faults"], where, origin, part["family"])
         else:
-            problems.append(_problem(schema, fault, ".".join(str(part) for part in where), origin, family))
+            problems.append(
+                _problem(schema, fault, ".".join(str(part) for part in where), origin, family)
+            )
     return problems
 
 
@@ -201,40 +226,69 @@ def _is_inside(loc: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
     return len(loc) > len(outer) and loc[: len(outer)] == outer
 
 
-def _problem(schema: Any, fault: Any, path: str, origin: dict[str, str], family: "PartFamily | None") -> Problem:
-    key_path = f"{plain(path, VALUE_CHARACTERS)} ({origin[path]})" if path in origin else plain(path, VALUE_CHARACTERS)
+def _problem(
+    schema: Any, fault: Any, path: str, origin: dict[str, str], family: "PartFamily | None"
+) -> Problem:
+    key_path = (
+        f"{plain(path, VALUE_CHARACTERS)} ({origin[path]})"
+        if path in origin
+        else plain(path, VALUE_CHARACTERS)
+    )
     if fault["type"] == "extra_forbidden":
         if family is not None and (kinds := _kinds_with(family, schema, fault["loc"])):
             what = f"unknown key for {family.name} '{schema.kind}'"
-            listed = ", ".join(kinds[:KINDS_LISTED]) + (" and others" if len(kinds) > KINDS_LISTED else "")
+            listed = ", ".join(kinds[:KINDS_LISTED]) + (
+                " and others" if len(kinds) > KINDS_LISTED else ""
+            )
             slot = path.rpartition(".")[0]
-            return Problem(key_path, what, f"It is a key of {listed}: choose one, as by {slot}.kind={kinds[0]}.")
+            return Problem(
+                key_path,
+                what,
+                f"It is a key of {listed}: choose one, as by {slot}.kind={kinds[0]}.",
+            )
         inside = ".".join(str(part) for part in fault["loc"])
         if meant := _known_key(schema, fault["loc"], path.removesuffix(inside)):
             return Problem(key_path, "unknown key", meant)
         return Problem(
-            key_path, "unknown key", nearest(str(fault["loc"][-1]), _keys(schema, fault["loc"][:-1])), unknown_key=path
+            key_path,
+            "unknown key",
+            nearest(str(fault["loc"][-1]), _keys(schema, fault["loc"][:-1])),
+            unknown_key=path,
         )
     if fault["type"] == "xscale":
-        return Problem(key_path, fault["ctx"]["what"], fault["ctx"]["fix"], fault["ctx"]["unknown_kind"])
+        return Problem(
+            key_path, fault["ctx"]["what"], fault["ctx"]["fix"], fault["ctx"]["unknown_kind"]
+        )
     if fault["type"] == "missing":
         return Problem(key_path, "required key is missing")
     if fault["type"] == "string_type" and isinstance(fault["input"], dict):
         # YAML takes `summarize: ` for a key without a value.
         quoted = f"{path.rpartition('.')[2]}='\"text: \"'"
-        return Problem(key_path, "must be a text, got a mapping", f"Put a text with a colon in quotes: {quoted}.")
+        return Problem(
+            key_path,
+            "must be a text, got a mapping",
+            f"Put a text with a colon in quotes: {quoted}.",
+        )
     if fault["type"] == "model_type" and not isinstance(fault["input"], dict):
         keys = _keys(schema, fault["loc"])
-        listed = ", ".join(keys[:KINDS_LISTED]) + (" and others" if len(keys) > KINDS_LISTED else "")
+        listed = ", ".join(keys[:KINDS_LISTED]) + (
+            " and others" if len(keys) > KINDS_LISTED else ""
+        )
         got = plain(repr(fault["input"]), VALUE_CHARACTERS)
-        return Problem(key_path, f"is a section with keys of its own, got {got}", f"Set one of them: {listed}.")
+        return Problem(
+            key_path, f"is a section with keys of its own, got {got}", f"Set one of them: {listed}."
+        )
     if fault["type"] in BOUND_SIGNS:
         what = _bounds(schema, fault)
     else:
         what = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         what = what[0].lower() + what[1:]
     value = fault["input"]
-    got = "" if isinstance(value, dict | pydantic.BaseModel) else f", got {plain(repr(value), VALUE_CHARACTERS)}"
+    got = (
+        ""
+        if isinstance(value, dict | pydantic.BaseModel)
+        else f", got {plain(repr(value), VALUE_CHARACTERS)}"
+    )
     return Problem(key_path, what + got, _other_spelling(fault["type"], value))
 
 
@@ -257,7 +311,11 @@ def _other_spelling(fault: str, value: Any) -> str:
         return f"Did you mean '{OTHERS_VALUES[value.lower()]}'?"
     if fault.startswith("bool") and value.lower() in ("yes", "no", "on", "off", "y", "n"):
         return "YAML 1.2 has true and false alone."
-    if fault.startswith(("int", "float")) and "_" in value and re.fullmatch(r"[-+]?[0-9][0-9_]{1,40}", value):
+    if (
+        fault.startswith(("int", "float"))
+        and "_" in value
+        and re.fullmatch(r"[-+]?[0-9][0-9_]{1,40}", value)
+    ):
         return f"Write it without underscores: {value.replace('_', '')}."
     return ""
 
@@ -357,7 +415,9 @@ def sentences(schema: type[pydantic.BaseModel]) -> dict[str, str]:
         if issubclass(owner, pydantic.BaseModel) and file is not None:
             # A redeclared field has the new sentence, or none.
             by_field = {
-                name: text for name, text in by_field.items() if name not in vars(owner).get("__annotations__", ())
+                name: text
+                for name, text in by_field.items()
+                if name not in vars(owner).get("__annotations__", ())
             }
             by_field |= _sentences_of_file(file).get(owner.__qualname__, {})
     return {name: by_field[name] for name in schema.model_fields if name in by_field}
@@ -377,14 +437,20 @@ def _classes(node: ast.AST, above: str) -> Iterator[tuple[str, ast.ClassDef]]:
             yield from _classes(child, f"{above}{child.name}.")
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _classes(child, f"{above}{child.name}.<locals>.")
-        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):  # an expression defines no class
+        elif isinstance(
+            child, ast.stmt | ast.excepthandler | ast.match_case
+        ):  # an expression defines no class
             yield from _classes(child, above)
 
 
 def _sentences_of_class(node: ast.ClassDef) -> dict[str, str]:
     by_field: dict[str, str] = {}
     for line, after in zip(node.body, node.body[1:], strict=False):
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(after, ast.Expr):
+        if (
+            isinstance(line, ast.AnnAssign)
+            and isinstance(line.target, ast.Name)
+            and isinstance(after, ast.Expr)
+        ):
             value = after.value
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 by_field[line.target.id] = inspect.cleandoc(value.value)

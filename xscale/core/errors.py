@@ -29,7 +29,9 @@ PATH_CHARACTERS = 500
 
 def counted(count: int, noun: str) -> str:
     """Return `1 process`, `2 processes`: a count with its noun, which is given in the singular."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+    return (
+        f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+    )
 
 
 def plain(text: str, limit: int = SENTENCE_CHARACTERS) -> str:
@@ -39,7 +41,10 @@ def plain(text: str, limit: int = SENTENCE_CHARACTERS) -> str:
     """
     cut = text[: limit + 1]
     if not cut.isprintable():
-        cut = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(cut.splitlines()))
+        cut = "".join(
+            letter if letter.isprintable() else ascii(letter)[1:-1]
+            for letter in " ".join(cut.splitlines())
+        )
     return cut if len(text) <= limit else f"{cut[:limit]}..."
 
 
@@ -87,7 +92,9 @@ class NoticeWarning(UserWarning):
 class ConfigError(Exception):
     """The user's request cannot be done; lists every problem, each with a fix."""
 
-    def __init__(self, problems: Problem | Iterable[Problem] | str, what: str = "", fix: str = "") -> None:
+    def __init__(
+        self, problems: Problem | Iterable[Problem] | str, what: str = "", fix: str = ""
+    ) -> None:
         """`ConfigError(path, what, fix)` for one problem, `ConfigError(problems)` for several."""
         if isinstance(problems, str):
             problems = Problem(problems, what, fix)
@@ -95,7 +102,11 @@ class ConfigError(Exception):
         """Whether every rank of the run finds the same, so that one of them may speak for all."""
         every = (problems,) if isinstance(problems, Problem) else tuple(problems)
         omitted = len(every) - PROBLEMS
-        self.problems = every if omitted <= 0 else (*every[: PROBLEMS - 1], Problem("", f"{omitted + 1} more problems"))
+        self.problems = (
+            every
+            if omitted <= 0
+            else (*every[: PROBLEMS - 1], Problem("", f"{omitted + 1} more problems"))
+        )
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type, tuple[tuple[Problem, ...]]]:

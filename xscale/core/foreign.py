@@ -13,7 +13,9 @@ REASON_CHARACTERS = 300
 """Longest reason that is shown."""
 REFUSED_GLOBAL = re.compile(r"GLOBAL (\S+)")
 REFUSED_OPERATION = re.compile(r"Unsupported operand (\d+)")
-ADVICE = re.compile(r"weights_only|file an issue|trust_remote_code|you can|please|try |set_int_max_str_digits", re.I)
+ADVICE = re.compile(
+    r"weights_only|file an issue|trust_remote_code|you can|please|try |set_int_max_str_digits", re.I
+)
 """Advice of libraries, of which some would run code that the file contains."""
 
 
@@ -37,8 +39,14 @@ def reason(error: BaseException) -> str:
         return f"it has no key {plain(text, REASON_CHARACTERS)}"
     # A line with a colon at its end is the heading of the next one.
     count = 2 if lines and lines[0].endswith(":") else 1
-    sentences = [part for line in [" ".join(lines[:count])] for part in re.split(r"(?<=[.!?]) ", line)]
-    kept = [sentences[0], *(part for part in sentences[1:] if not ADVICE.search(part))] if sentences else []
+    sentences = [
+        part for line in [" ".join(lines[:count])] for part in re.split(r"(?<=[.!?]) ", line)
+    ]
+    kept = (
+        [sentences[0], *(part for part in sentences[1:] if not ADVICE.search(part))]
+        if sentences
+        else []
+    )
     return plain(" ".join(kept).rstrip("."), REASON_CHARACTERS) or type(error).__name__
 
 

@@ -14,7 +14,11 @@ from xscale.core.foreign import foreign_errors
 def plugin_names(config: dict[str, Any]) -> list[str]:
     """The modules that the key `plugins` of a config names."""
     plugins = config.get("plugins", [])
-    return [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list | tuple) else []
+    return (
+        [name for name in plugins if isinstance(name, str)]
+        if isinstance(plugins, list | tuple)
+        else []
+    )
 
 
 def import_plugins(names: Iterable[str], folders: Iterable[Path] = ()) -> list[Problem]:

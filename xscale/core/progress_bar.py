@@ -7,13 +7,23 @@ class TerminalBar:
     """A bar with a title before it and a text after it; for a stream that is a terminal."""
 
     def __init__(
-        self, title: str, total: int | None, stream: TextIO, *, completed: int = 0, counts: bool = False
+        self,
+        title: str,
+        total: int | None,
+        stream: TextIO,
+        *,
+        completed: int = 0,
+        counts: bool = False,
     ) -> None:
         """`counts`: show 'completed/total' before the bar. Without a `total` the bar only moves."""
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        columns = [TextColumn(title, markup=False), *([MofNCompleteColumn()] if counts else []), BarColumn(None)]
+        columns = [
+            TextColumn(title, markup=False),
+            *([MofNCompleteColumn()] if counts else []),
+            BarColumn(None),
+        ]
         self._progress = Progress(
             *columns,
             TextColumn("{task.fields[text]}", markup=False),

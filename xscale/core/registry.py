@@ -41,7 +41,12 @@ class Family(Generic[TraitsT, PartT]):
         """Old name of a part -> its name now."""
 
     def register(
-        self, name: str, *, traits: TraitsT, aliases: tuple[str, ...] = (), deviations: tuple[str, ...] = ()
+        self,
+        name: str,
+        *,
+        traits: TraitsT,
+        aliases: tuple[str, ...] = (),
+        deviations: tuple[str, ...] = (),
     ) -> Callable[[ClassT], ClassT]:
         """Class decorator: register the part under `name`: its file's, or one that its file's docstring mentions.
 
@@ -51,7 +56,9 @@ class Family(Generic[TraitsT, PartT]):
 
         def add(part: ClassT) -> ClassT:
             assert name not in self._entries, f"{self.name} '{name}' is registered twice"
-            assert isinstance(traits, self.traits), f"{self.name} '{name}' declares traits of another family"
+            assert isinstance(traits, self.traits), (
+                f"{self.name} '{name}' declares traits of another family"
+            )
             if "Config" not in vars(part):
                 # Each part owns its config class, so that `kind` can be read off the class alone.
                 part.Config = type(  # type: ignore[attr-defined]
@@ -72,7 +79,9 @@ class Family(Generic[TraitsT, PartT]):
         """The part called `name`, or once called so; ConfigError with the nearest name when there is none."""
         name = self.aliases.get(name, name)
         if name not in self._entries:
-            raise ConfigError(path, f"there is no {self.name} of kind '{name}'", nearest(name, self._entries))
+            raise ConfigError(
+                path, f"there is no {self.name} of kind '{name}'", nearest(name, self._entries)
+            )
         return self._entries[name]
 
     def of(self, config: Config) -> Entry[TraitsT]:
@@ -95,7 +104,9 @@ class Family(Generic[TraitsT, PartT]):
         return [
             name
             for name in self.names()
-            if all(getattr(self._entries[name].traits, key) == value for key, value in wanted.items())
+            if all(
+                getattr(self._entries[name].traits, key) == value for key, value in wanted.items()
+            )
         ]
 
     def __iter__(self) -> Iterator[Entry[TraitsT]]:

@@ -78,7 +78,9 @@ def change(*edits: Edit) -> tuple[Choice, ...]:
 def kinds(names: Iterable[str], *paths: str) -> tuple[Choice, ...]:
     """Return a choice for each of the names: the part of that kind at all of the paths, the usual parts first."""
     ordered = sorted(names, key=lambda name: name not in USUAL)
-    return tuple(Choice(tuple((f"{path}.kind", name) for path in paths)) for name in ordered if paths)
+    return tuple(
+        Choice(tuple((f"{path}.kind", name) for path in paths)) for name in ordered if paths
+    )
 
 
 def instead(family: str, kind: str, names: Iterable[str]) -> tuple[Choice, ...]:
@@ -93,7 +95,11 @@ def with_paths(problem: Problem, config: Config, path: str) -> Problem:
     for choice in problem.choices:
         (key, name), *further = choice.edits
         family, _, kind = key.partition(" ")
-        choices += [choice] if further or not kind else kinds([name], *part_paths(config, family, kind, path))
+        choices += (
+            [choice]
+            if further or not kind
+            else kinds([name], *part_paths(config, family, kind, path))
+        )
     return replace(problem, choices=tuple(choices))
 
 
@@ -107,7 +113,10 @@ def part_paths(config: Any, family: str, kind: str, path: str) -> list[str]:
         return [path]
     else:
         fields = type(config).model_fields
-        below = [(f"{path}.{field.alias or name}", getattr(config, name)) for name, field in fields.items()]
+        below = [
+            (f"{path}.{field.alias or name}", getattr(config, name))
+            for name, field in fields.items()
+        ]
     return [inner for where, item in below for inner in part_paths(item, family, kind, where)]
 
 
@@ -150,7 +159,9 @@ def reads(*sections: str) -> Callable[[FunctionT], FunctionT]:
 class RequirementSet:
     """The facts that a recipe offers, and the requirements on them."""
 
-    def __init__(self, roots: Iterable[str], facts: Iterable[Function], requirements: Iterable[Function]) -> None:
+    def __init__(
+        self, roots: Iterable[str], facts: Iterable[Function], requirements: Iterable[Function]
+    ) -> None:
         self.roots = frozenset(roots)
         requirements = tuple(requirements)
         self.names = [function.__name__ for function in requirements]
@@ -178,7 +189,9 @@ class RequirementSet:
         assert name in self.functions, f"there is no fact '{name}'"
         stated: frozenset[str] = self.functions[name].__dict__.get("sections", self.roots)
         parameters = self.parameters[name]
-        return frozenset().union(*(stated if name == SETTINGS else self.sections(name) for name in parameters))
+        return frozenset().union(
+            *(stated if name == SETTINGS else self.sections(name) for name in parameters)
+        )
 
     def facts(self, values: Mapping[str, Any]) -> "Facts":
         """Return the facts of a recipe; `values`: root -> value, UNKNOWN for a section that was refused."""

@@ -54,21 +54,29 @@ def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     if len(text) <= INTEGER_CHARACTERS and re.fullmatch(SCALARS["int"][0], text):
         value = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
     if value is None or not SMALLEST <= value <= LARGEST:
-        raise yaml.constructor.ConstructorError(None, None, f"{_cut(text)} is no integer of 64 bits", node.start_mark)
+        raise yaml.constructor.ConstructorError(
+            None, None, f"{_cut(text)} is no integer of 64 bits", node.start_mark
+        )
     return value
 
 
 def _float(loader: _Loader, node: yaml.ScalarNode) -> float:
     text = loader.construct_scalar(node)
     if not re.fullmatch(SCALARS["float"][0], text):
-        raise yaml.constructor.ConstructorError(None, None, f"{_cut(text)} is no number", node.start_mark)
-    return float(text.replace(".inf", "inf").replace(".nan", "nan") if text[-1:].isalpha() else text)
+        raise yaml.constructor.ConstructorError(
+            None, None, f"{_cut(text)} is no number", node.start_mark
+        )
+    return float(
+        text.replace(".inf", "inf").replace(".nan", "nan") if text[-1:].isalpha() else text
+    )
 
 
 def _boolean(loader: _Loader, node: yaml.ScalarNode) -> bool:
     text = loader.construct_scalar(node)
     if not re.fullmatch(SCALARS["bool"][0], text):
-        raise yaml.constructor.ConstructorError(None, None, f"{_cut(text)} is not true or false", node.start_mark)
+        raise yaml.constructor.ConstructorError(
+            None, None, f"{_cut(text)} is not true or false", node.start_mark
+        )
     return text.lower() == "true"
 
 
@@ -76,7 +84,9 @@ def _text(loader: _Loader, node: yaml.ScalarNode) -> str:
     text = str(loader.construct_scalar(node))
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
         # Escaped in quotes, where the reader does not see it: no file could hold it.
-        raise yaml.constructor.ConstructorError(None, None, "half of a surrogate pair is no text", node.start_mark)
+        raise yaml.constructor.ConstructorError(
+            None, None, "half of a surrogate pair is no text", node.start_mark
+        )
     return text
 
 
@@ -86,7 +96,11 @@ def _unknown_type(loader: _Loader, node: yaml.Node) -> Any:
 
 
 def _cut(text: str) -> str:
-    return f"'{text[:20]}...' ({len(text)} characters)" if len(text) > 2 * INTEGER_CHARACTERS else f"'{text}'"
+    return (
+        f"'{text[:20]}...' ({len(text)} characters)"
+        if len(text) > 2 * INTEGER_CHARACTERS
+        else f"'{text}'"
+    )
 
 
 for _name, (_pattern, _first) in SCALARS.items():
@@ -168,7 +182,11 @@ def _check_bounds(text: str, name: str, loader_class: type[_Loader]) -> None:
     for event in yaml.parse(text, Loader=loader_class):
         if isinstance(event, yaml.AliasEvent):
             if any(anchor == event.anchor for anchor, _ in opened):
-                raise _refused(event, name, f"the alias '{plain(str(event.anchor), 20)}' is inside its own value")
+                raise _refused(
+                    event,
+                    name,
+                    f"the alias '{plain(str(event.anchor), 20)}' is inside its own value",
+                )
             nodes += sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.ScalarEvent):
             nodes += 1
@@ -184,7 +202,11 @@ def _check_bounds(text: str, name: str, loader_class: type[_Loader]) -> None:
             if anchor is not None:
                 sizes[anchor] = nodes - before
         if nodes > NODES:
-            raise _refused(event, name, f"it has more than {NODES} values, aliases counted as what they stand for")
+            raise _refused(
+                event,
+                name,
+                f"it has more than {NODES} values, aliases counted as what they stand for",
+            )
 
 
 def _refused(event: yaml.Event, name: str, what: str) -> ConfigError:
@@ -197,5 +219,7 @@ def read_text(file: Path) -> str:
     with open_regular(file) as opened:
         content = opened.read(TEXT_BYTES + 1)
     if len(content) > TEXT_BYTES:
-        raise ConfigError(str(file), f"the file has more than {TEXT_BYTES >> 20} MiB, and no config has")
+        raise ConfigError(
+            str(file), f"the file has more than {TEXT_BYTES >> 20} MiB, and no config has"
+        )
     return content.decode("utf-8")

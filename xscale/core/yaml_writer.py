@@ -32,7 +32,9 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 for _name in ("int", "float"):
-    _Dumper.add_implicit_resolver(PREFIX + _name, re.compile(f"^(?:{SCALARS[_name][0]})$"), SCALARS[_name][1])
+    _Dumper.add_implicit_resolver(
+        PREFIX + _name, re.compile(f"^(?:{SCALARS[_name][0]})$"), SCALARS[_name][1]
+    )
 _Dumper.add_representer(str, _represent_text)
 
 DOCUMENT_END = "...\n"
@@ -47,5 +49,7 @@ def block_text(value: Any) -> str:
 
 def flow_text(value: Any) -> str:
     """Return a value as YAML on one line, as it stands behind a key."""
-    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, width=10_000, allow_unicode=True
+    )
     return text.removesuffix(DOCUMENT_END)[:-1]

@@ -80,13 +80,23 @@ class DataConfig(Config):
     @pydantic.model_validator(mode="after")
     def _one_origin(self) -> "DataConfig":
         if self.prepared is not None and self.blend:
-            raise ValueError("`prepared` and `blend` exclude each other; for one dataset give `prepared`")
-        mixed = self.blend_rates == "samples" or self.blend_temperature != 1 or self.blend_limit is not None
+            raise ValueError(
+                "`prepared` and `blend` exclude each other; for one dataset give `prepared`"
+            )
+        mixed = (
+            self.blend_rates == "samples"
+            or self.blend_temperature != 1
+            or self.blend_limit is not None
+        )
         if mixed and not self.blend:
-            raise ValueError("`blend_rates`, `blend_limit` and `blend_temperature` are of a blend; name its datasets")
+            raise ValueError(
+                "`blend_rates`, `blend_limit` and `blend_temperature` are of a blend; name its datasets"
+            )
         if self.blend_limit is not None and self.blend_rates == "weights":
             raise ValueError("`blend_limit` limits rates by samples; give `blend_rates: samples`")
         needs_end = self.split_sentences or SOURCES.of(self.source).traits.records != "text"
         if needs_end and not self.tokenizer.add_eos:
-            raise ValueError("pairs, labelled examples and sentences end with `eos`: leave out `tokenizer.add_eos`")
+            raise ValueError(
+                "pairs, labelled examples and sentences end with `eos`: leave out `tokenizer.add_eos`"
+            )
         return self

@@ -74,13 +74,17 @@ class IndexedWriter:
         lengths = np.array([len(tokens) for tokens in arrays], dtype=np.int32)
         self.extend(np.concatenate(arrays), lengths, np.array([len(arrays)], dtype=np.int64))
 
-    def extend(self, tokens: NDArray[Any], lengths: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
+    def extend(
+        self, tokens: NDArray[Any], lengths: NDArray[np.int32], counts: NDArray[np.int64]
+    ) -> None:
         """Append concatenated sequences with `lengths`, of which each document has as many as `counts` says; both are
         empty if the document continues in the next call."""
         assert self.sequences is None or (counts == self.sequences).all(), (
             f"{counts} in a file of {self.sequences} each"
         )
-        assert int(counts.sum()) == len(lengths), f"{len(lengths)} sequences in documents of {counts}"
+        assert int(counts.sum()) == len(lengths), (
+            f"{len(lengths)} sequences in documents of {counts}"
+        )
         assert tokens.dtype == self.dtype, f"{tokens.dtype} tokens in a file of {self.dtype}"
         block = tokens.tobytes()
         with reporting_full_disk(self.bin):
@@ -94,12 +98,19 @@ class IndexedWriter:
     def finish(self) -> dict[str, str]:
         """Close the pair and return the SHA-256 of each file by its name."""
         lengths = np.concatenate(self.lengths) if self.lengths else np.zeros(0, np.int32)
-        assert int(lengths.sum(dtype=np.int64)) == self.tokens, "the lengths do not add up to the tokens"
-        index = index_bytes(lengths, self.dtype, np.concatenate(self.counts) if self.counts else None)
+        assert int(lengths.sum(dtype=np.int64)) == self.tokens, (
+            "the lengths do not add up to the tokens"
+        )
+        index = index_bytes(
+            lengths, self.dtype, np.concatenate(self.counts) if self.counts else None
+        )
         with reporting_full_disk(self.bin):
             self.open_file.close()
             write_atomically(self.idx, index)
-        return {self.bin.name: self.digest.hexdigest(), self.idx.name: hashlib.sha256(index).hexdigest()}
+        return {
+            self.bin.name: self.digest.hexdigest(),
+            self.idx.name: hashlib.sha256(index).hexdigest(),
+        }
 
     def discard(self) -> None:
         """Delete the temporary file."""
@@ -112,7 +123,9 @@ class _DiscardedError(Exception):
     """Makes `atomic_write` remove its temporary file."""
 
 
-def index_bytes(lengths: NDArray[np.int32], dtype: Any, counts: NDArray[np.int64] | None = None) -> bytes:
+def index_bytes(
+    lengths: NDArray[np.int32], dtype: Any, counts: NDArray[np.int64] | None = None
+) -> bytes:
     """Encode the index of sequences with `lengths` tokens; `counts` has those of each document, None: one each."""
     code = next(code for code, known in CODES.items() if np.dtype(known) == np.dtype(dtype))
     offsets = np.zeros(len(lengths), dtype=np.int64)
@@ -121,7 +134,12 @@ def index_bytes(lengths: NDArray[np.int32], dtype: Any, counts: NDArray[np.int64
     bounds = np.zeros((len(lengths) if counts is None else len(counts)) + 1, dtype=np.int64)
     np.cumsum(np.ones(len(lengths), np.int64) if counts is None else counts, out=bounds[1:])
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(bounds))
-    return header + lengths.astype("<i4").tobytes() + offsets.astype("<i8").tobytes() + bounds.astype("<i8").tobytes()
+    return (
+        header
+        + lengths.astype("<i4").tobytes()
+        + offsets.astype("<i8").tobytes()
+        + bounds.astype("<i8").tobytes()
+    )
 
 
 SMALL_INDEX = 1 << 20
@@ -163,7 +181,9 @@ class IndexedDataset:
         """Number of each document's first sequence [documents + 1], with the number of sequences."""
         self.starts = DocumentStarts(self.sequence_starts, bounds)
         """[documents + 1], with the end."""
-        self.tokens: NDArray[Any] = np.memmap(self.bin, dtype=dtype, mode="r") if total else np.zeros(0, dtype)
+        self.tokens: NDArray[Any] = (
+            np.memmap(self.bin, dtype=dtype, mode="r") if total else np.zeros(0, dtype)
+        )
 
     def _index(self) -> tuple[np.dtype[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
         try:
@@ -172,10 +192,14 @@ class IndexedDataset:
                 head = stream.read(HEADER.size)
         except OSError as error:
             what = f"the index cannot be read: {error.strerror}"
-            raise ConfigError(str(self.idx), what, "Run `xscale data prepare`, or give another path.") from None
+            raise ConfigError(
+                str(self.idx), what, "Run `xscale data prepare`, or give another path."
+            ) from None
         if len(head) < HEADER.size or head[: len(MAGIC)] != MAGIC:
             raise ConfigError(
-                str(self.idx), "this is not a Megatron index (its first bytes differ)", "Name a .bin/.idx pair."
+                str(self.idx),
+                "this is not a Megatron index (its first bytes differ)",
+                "Name a .bin/.idx pair.",
             )
         _, version, code, sequences, bounds = HEADER.unpack(head)
         if version != 1 or CODES.get(code) is None or np.dtype(CODES[code]).kind == "f":
@@ -196,7 +220,11 @@ class IndexedDataset:
         )
 
     def _check_order(
-        self, dtype: np.dtype[Any], lengths: NDArray[Any], offsets: NDArray[Any], bounds: NDArray[Any]
+        self,
+        dtype: np.dtype[Any],
+        lengths: NDArray[Any],
+        offsets: NDArray[Any],
+        bounds: NDArray[Any],
     ) -> None:
         """Raise ConfigError unless sequences and documents follow each other; of a large index in `checked_windows`.
 
@@ -211,16 +239,24 @@ class IndexedDataset:
             first = 0 if window.start == 0 else before[:1]
             if np.any(before[:1] != first) or not np.array_equal(ends, before[1:]):
                 raise not_contiguous(self.idx)
-        ordered = all(not np.any(np.diff(bounds[window]) < 0) for window in checked_windows(len(bounds)))
+        ordered = all(
+            not np.any(np.diff(bounds[window]) < 0) for window in checked_windows(len(bounds))
+        )
         if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(lengths) or not ordered:
-            raise ConfigError(str(self.idx), "the document bounds do not cover the sequences", "Write the pair again.")
+            raise ConfigError(
+                str(self.idx),
+                "the document bounds do not cover the sequences",
+                "Write the pair again.",
+            )
 
     def _check_sizes(self, dtype: np.dtype[Any], total: int) -> None:
         try:
             size = self.bin.stat().st_size
         except OSError as error:
             raise ConfigError(
-                str(self.bin), f"the tokens cannot be read: {error.strerror}", "Copy the pair again."
+                str(self.bin),
+                f"the tokens cannot be read: {error.strerror}",
+                "Copy the pair again.",
             ) from None
         if not is_regular(self.bin):
             raise ConfigError(str(self.bin), "this is not a regular file", "Copy the pair again.")
@@ -228,7 +264,9 @@ class IndexedDataset:
         if size != need:
             what = f"it is {size} bytes long, but {self.idx.name} describes {total} tokens, {need} bytes"
             raise ConfigError(
-                str(self.bin), what, "It is damaged or not the pair of this index: write or copy it again."
+                str(self.bin),
+                what,
+                "It is damaged or not the pair of this index: write or copy it again.",
             )
 
     def __len__(self) -> int:

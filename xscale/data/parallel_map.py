@@ -17,7 +17,9 @@ END_SECONDS = 5.0
 """Time in which an idle process may end by itself, so that libraries in it release what they hold."""
 
 
-def parallel_map(work: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], processes: int) -> Iterator[Any]:
+def parallel_map(
+    work: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], processes: int
+) -> Iterator[Any]:
     """Yield `work(*job)` for each job as it completes, in any order; in this process when `processes` is 1.
 
     `work` and the jobs are pickled. When a process dies, the others are stopped and RuntimeError is raised.
@@ -30,7 +32,9 @@ def parallel_map(work: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], proc
         yield from _dispatch(workers, jobs)
 
 
-def run_in_process(work: Callable[..., Any], job: tuple[Any, ...], on_wait: Callable[[], None]) -> Any:
+def run_in_process(
+    work: Callable[..., Any], job: tuple[Any, ...], on_wait: Callable[[], None]
+) -> Any:
     """Return `work(*job)`, computed in a spawned process that ends when this call is interrupted.
 
     `on_wait` is called every WAIT_SECONDS. `work` and the job are pickled. Raises as `parallel_map`.

@@ -17,7 +17,9 @@ class ProgressBar:
     Work of unknown length (`total` None) shows its time; call `advance(0)` now and then.
     """
 
-    def __init__(self, title: str, total: int | None, *, shown: bool = True, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, title: str, total: int | None, *, shown: bool = True, stream: TextIO | None = None
+    ) -> None:
         self.title = title
         self.total = None if total is None else max(1, total)
         self.done = 0
@@ -51,9 +53,16 @@ class ProgressBar:
         return f"{100 * self.done / self.total:.0f} %, {rate / 1e6:.1f} MB/s, {left:.0f} s left"
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
         elif self.shown and error is None:
-            print(f"{self.title}: done in {time.monotonic() - self.started:.1f} s", file=self.stream, flush=True)
+            print(
+                f"{self.title}: done in {time.monotonic() - self.started:.1f} s",
+                file=self.stream,
+                flush=True,
+            )

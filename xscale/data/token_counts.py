@@ -25,7 +25,9 @@ def count_training_tokens(corpus: Corpus) -> NDArray[np.float64]:
         return counts[0]
     total = sum(count.sum() for count in counts)
     shares = corpus.train.data.shares()
-    weighted = [count * (share * total / count.sum()) for count, share in zip(counts, shares, strict=True)]
+    weighted = [
+        count * (share * total / count.sum()) for count, share in zip(counts, shares, strict=True)
+    ]
     result: NDArray[np.float64] = np.sum(weighted, axis=0)
     return result
 
@@ -33,7 +35,9 @@ def count_training_tokens(corpus: Corpus) -> NDArray[np.float64]:
 def _count(split: Split, vocabulary: int) -> NDArray[np.float64]:
     counts, tokens = np.zeros(vocabulary, dtype=np.int64), split.tokens
     offset, blocks = int(split.indexed.starts[split.first]), -(-len(tokens) // BLOCK)
-    for block in np.unique(np.linspace(0, blocks - 1, min(blocks, MOST_BLOCKS)).astype(np.int64)).tolist():
+    for block in np.unique(
+        np.linspace(0, blocks - 1, min(blocks, MOST_BLOCKS)).astype(np.int64)
+    ).tolist():
         begin, end = block * BLOCK, min((block + 1) * BLOCK, len(tokens))
         check_ids(split.indexed, vocabulary, offset + begin, offset + end)
         counts += np.bincount(tokens[begin:end], minlength=vocabulary)

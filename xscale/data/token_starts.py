@@ -40,14 +40,20 @@ class TokenStarts:
         if isinstance(key, np.ndarray | list):
             return self._at(np.asarray(key))
         index = range(len(self))[key]
-        return self.total if index == len(self.offsets) else int(self.offsets[index]) // self.itemsize
+        return (
+            self.total if index == len(self.offsets) else int(self.offsets[index]) // self.itemsize
+        )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         """All starts, for tools that read all documents."""
         return self[:].astype(dtype, copy=False)
 
     def search(
-        self, token: int, side: Literal["left", "right"] = "left", first: int = 0, stop: int | None = None
+        self,
+        token: int,
+        side: Literal["left", "right"] = "left",
+        first: int = 0,
+        stop: int | None = None,
     ) -> int:
         """Return the first place in [first, stop) whose start is at least `token`, with "right" above it."""
         bisect = bisect_left if side == "left" else bisect_right
@@ -69,7 +75,11 @@ class TokenStarts:
         return self._checked(starts, ordered=not np.any(np.diff(places) < 0))
 
     def _checked(self, starts: NDArray[np.int64], *, ordered: bool = True) -> NDArray[np.int64]:
-        if np.any(starts < 0) or np.any(starts > self.total) or (ordered and np.any(np.diff(starts) < 0)):
+        if (
+            np.any(starts < 0)
+            or np.any(starts > self.total)
+            or (ordered and np.any(np.diff(starts) < 0))
+        ):
             raise not_contiguous(self.path)
         return starts
 
@@ -85,9 +95,15 @@ class DocumentStarts(TokenStarts):
         return len(self.bounds)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.sequences[self.bounds[key] if isinstance(key, slice | list | np.ndarray) else int(self.bounds[key])]
+        return self.sequences[
+            self.bounds[key]
+            if isinstance(key, slice | list | np.ndarray)
+            else int(self.bounds[key])
+        ]
 
 
 def not_contiguous(path: Path) -> ConfigError:
     """Return the refusal of an index whose sequences do not follow each other."""
-    return ConfigError(str(path), "the sequences are not contiguous", "Write the pair again, without gaps.")
+    return ConfigError(
+        str(path), "the sequences are not contiguous", "Write the pair again, without gaps."
+    )

@@ -29,7 +29,10 @@ class DistilledObjective(Objective):
     """An objective whose training loss also reads a teacher on the same micro-batch; evaluation does not."""
 
     def __init__(
-        self, objective: Objective, teacher: Teacher, gather: Callable[[Tensor, Tokens], Tensor] | None = None
+        self,
+        objective: Objective,
+        teacher: Teacher,
+        gather: Callable[[Tensor, Tokens], Tensor] | None = None,
     ) -> None:
         """`gather`: gathers states of the student whose sequence is sharded over tp; None: it is not."""
         super().__init__(objective.config, objective.specials, objective.length, objective.seed)
@@ -54,7 +57,9 @@ class DistilledObjective(Objective):
     ) -> dict[str, float]:
         return self.objective.sequence_metrics(predicted, targets, samples, names)
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         return self.objective.batch(tokens, documents, index, **fields)
 
     def source_of(self, ids: list[int]) -> list[int]:
@@ -83,11 +88,19 @@ class DistilledObjective(Objective):
             gather=self.gather,
             scores=scores_of_shard,
         )
-        return self.objective.loss(model, replace(batch, tokens=batch.tokens.with_forward(states=states)))
+        return self.objective.loss(
+            model, replace(batch, tokens=batch.tokens.with_forward(states=states))
+        )
 
 
 def distil(
-    settings: Settings, objective: Objective, model: nn.Module, tokenizer: Tokenizer, mesh: Mesh, *, fresh: bool
+    settings: Settings,
+    objective: Objective,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    *,
+    fresh: bool,
 ) -> tuple[Objective, list[str]]:
     """Load the teacher of a run and let its student `model` learn from it: the objective, and lines for the log.
 
@@ -113,7 +126,9 @@ def distil(
     ]
     if config.init_from_teacher and fresh:
         count = sum(teacher.copy_to(stage) for stage in stage_models(model))
-        lines.append(f"distill: initialised {count} parameters by the teacher's, blocks by its {list(layers)}")
+        lines.append(
+            f"distill: initialised {count} parameters by the teacher's, blocks by its {list(layers)}"
+        )
     return DistilledObjective(objective, teacher, sequence_gather(mesh, settings.parallel)), lines
 
 
@@ -126,4 +141,8 @@ def _layout(settings: Settings, mesh: Mesh) -> str:
 def vocabulary_of(head: Head) -> LocalVocabulary:
     """Return this rank's part of the vocabulary of a student's head."""
     loss: Any = head.cross_entropy
-    return VocabularyShard(loss.region, loss.first) if isinstance(loss, VocabParallelCrossEntropy) else FullVocabulary()
+    return (
+        VocabularyShard(loss.region, loss.first)
+        if isinstance(loss, VocabParallelCrossEntropy)
+        else FullVocabulary()
+    )

@@ -5,7 +5,13 @@ from torch import nn
 from xscale.core.choices import Choice, Edit
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import change, kinds, take
-from xscale.distill.teacher_source import BLOCKS, TeacherSource, find_teacher, teacher_degrees, teacher_folder
+from xscale.distill.teacher_source import (
+    BLOCKS,
+    TeacherSource,
+    find_teacher,
+    teacher_degrees,
+    teacher_folder,
+)
 from xscale.mesh import axes
 from xscale.nn.adapt.observed_states import attentions_of
 from xscale.nn.attention.softmax import Softmax
@@ -30,7 +36,9 @@ OTHER_LOSSES = ("embedding_weight", "hidden_weight", "attention_weight", "cosine
 """Keys of the losses on states, beside those on predictions."""
 
 
-def layers_of(config: DistillConfig, student: nn.Module, teacher: nn.Module) -> tuple[int, ...] | None:
+def layers_of(
+    config: DistillConfig, student: nn.Module, teacher: nn.Module
+) -> tuple[int, ...] | None:
     """Return the teacher's block of each of the student's; None: they do not map."""
     stacks = [getattr(model, "stack", None) for model in (student, teacher)]
     if not all(isinstance(stack, Stack) for stack in stacks):
@@ -54,7 +62,9 @@ def check_distillation(settings: Settings, world: int) -> list[Problem]:
         problems.append(Problem(PATH, "all weights are 0, so nothing is learned", choices=choices))
     if config.inner_until is not None and not (config.inner_weight and config.outer_weight):
         what = "one of the two stages would train nothing: it needs weights of inner states and of outputs"
-        weights = take(1.0, key=f"{PATH}.{'soft_weight' if config.inner_weight else 'hidden_weight'}")
+        weights = take(
+            1.0, key=f"{PATH}.{'soft_weight' if config.inner_weight else 'hidden_weight'}"
+        )
         problems.append(Problem(f"{PATH}.inner_until", what, choices=take(None) + weights))
     if config.map_width is not None and not config.embedding_weight + config.hidden_weight:
         what = "the maps are for the losses of embeddings and hidden states, which have no weight"
@@ -67,7 +77,11 @@ def check_distillation(settings: Settings, world: int) -> list[Problem]:
 def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
     """Refuse losses that are means over all tokens where some of them are padding."""
     objective = OBJECTIVES.of(settings.objective)
-    all_tokens = config.inner_weight + config.cosine_weight + config.soft_weight * (config.soft_over == "all")
+    all_tokens = (
+        config.inner_weight
+        + config.cosine_weight
+        + config.soft_weight * (config.soft_over == "all")
+    )
     if not all_tokens or (objective.traits.samples == "packed" and not objective.traits.padded):
         return []
     if objective.traits.labels is not None:
@@ -77,7 +91,11 @@ def _check_padding(settings: Settings, config: DistillConfig) -> list[Problem]:
         return [problem] * bool(config.soft_weight and config.soft_over == "all")
     what = f"states and logits of all tokens are compared, and samples of '{objective.name}' end in padding"
     fix = "The soft loss over targets alone, or an objective on packed text, needs no other tokens."
-    return [Problem(PATH, what, fix, choices=change(*_soft_alone(config), (f"{PATH}.soft_over", "targets")))]
+    return [
+        Problem(
+            PATH, what, fix, choices=change(*_soft_alone(config), (f"{PATH}.soft_over", "targets"))
+        )
+    ]
 
 
 def _check_layout(settings: Settings, config: DistillConfig, world: int) -> list[Problem]:
@@ -108,29 +126,49 @@ def _check_ranks(settings: Settings, config: DistillConfig, world: int) -> list[
         return []
     what = "a group of the teacher would have ranks of several pipeline stages, which run it at different times"
     pp_first = ["pp", *[axis for axis in mesh.order if axis != "pp"]]
-    return [Problem("parallel.mesh.order", what, choices=take(pp_first) + take(1, key="parallel.mesh.pp"))]
+    return [
+        Problem(
+            "parallel.mesh.order", what, choices=take(pp_first) + take(1, key="parallel.mesh.pp")
+        )
+    ]
 
 
-def check_student(model: nn.Module, config: DistillConfig, parallel: ParallelConfig) -> list[Problem]:
+def check_student(
+    model: nn.Module, config: DistillConfig, parallel: ParallelConfig
+) -> list[Problem]:
     """Check a student on meta."""
     stack = getattr(model, "stack", None)
     problems = []
     for path, part in model.named_modules():
         if isinstance(part, Exits):
             what = "the exits have losses of their own, which know no teacher"
-            problems.append(Problem(f"model.{path}", what, choices=take(None) + take(None, key=PATH)))
+            problems.append(
+                Problem(f"model.{path}", what, choices=take(None) + take(None, key=PATH))
+            )
     if not config.inner_weight + config.cosine_weight and not config.init_from_teacher:
         return problems
     if not isinstance(stack, Stack):
         what = "states of two stacks are not mapped to those of a teacher"
-        problems.append(Problem(PATH, what, "Or take a model of one stack.", choices=change(*_soft_alone(config))))
+        problems.append(
+            Problem(
+                PATH, what, "Or take a model of one stack.", choices=change(*_soft_alone(config))
+            )
+        )
     elif config.inner_weight and (not stack.stream.is_hidden_states or stack.find(Halting)):
-        form = "a token that halts has one output" if stack.stream.is_hidden_states else stack.stream.form
+        form = (
+            "a token that halts has one output"
+            if stack.stream.is_hidden_states
+            else stack.stream.form
+        )
         what = f"{form}, and a hidden state after each block is compared"
-        problems.append(Problem(f"{PATH}.hidden_weight", what, choices=change(*_soft_alone(config))))
+        problems.append(
+            Problem(f"{PATH}.hidden_weight", what, choices=change(*_soft_alone(config)))
+        )
     elif stack.find(SequencePooling):
         what = "the states of a shortened sequence are of windows, and the teacher's of tokens"
-        problems.append(Problem("model.stack.pooling", what, choices=take(None) + change(*_soft_alone(config))))
+        problems.append(
+            Problem("model.stack.pooling", what, choices=take(None) + change(*_soft_alone(config)))
+        )
     elif config.attention_weight:
         problems += _check_attention(stack, len(stack.blocks), "the student")
         if parallel.mesh.cp > 1 and sublayers_on_gathered(stack, parallel):
@@ -148,20 +186,30 @@ def _soft_alone(config: DistillConfig) -> list[Edit]:
         **dict.fromkeys(OTHER_LOSSES, 0.0),
     }
     values |= {"inner_until": None, "map_width": None, "init_from_teacher": False}
-    return [(f"{PATH}.{key}", value) for key, value in values.items() if getattr(config, key) != value]
+    return [
+        (f"{PATH}.{key}", value) for key, value in values.items() if getattr(config, key) != value
+    ]
 
 
 def _check_attention(stack: Stack, depth: int, which: str) -> list[Problem]:
     attentions = attentions_of(stack)
-    if len(attentions) == depth and all(_has_scores(attention) for attention in attentions.values()):
+    if len(attentions) == depth and all(
+        _has_scores(attention) for attention in attentions.values()
+    ):
         return []
-    what = f"{which} has blocks without one attention of core softmax, whose scores could be compared"
+    what = (
+        f"{which} has blocks without one attention of core softmax, whose scores could be compared"
+    )
     fix = "Or take the mixer attention with the core softmax, without soft_cap and sinks."
     return [Problem(f"{PATH}.attention_weight", what, fix, choices=take(0.0))]
 
 
 def _has_scores(attention: Attention) -> bool:
-    return isinstance(attention.core, Softmax) and attention.core.soft_cap is None and attention.core.sinks is None
+    return (
+        isinstance(attention.core, Softmax)
+        and attention.core.soft_cap is None
+        and attention.core.sinks is None
+    )
 
 
 def check_teacher(settings: Settings, source: TeacherSource) -> list[Problem]:
@@ -169,7 +217,10 @@ def check_teacher(settings: Settings, source: TeacherSource) -> list[Problem]:
     config, where = settings.distill, f"{PATH}.teacher"
     assert config is not None
     student, teacher = MODELS.of(settings.model), MODELS.of(source.settings.model)
-    if (student.traits.causal, student.traits.source) != (teacher.traits.causal, teacher.traits.source):
+    if (student.traits.causal, student.traits.source) != (
+        teacher.traits.causal,
+        teacher.traits.source,
+    ):
         what = f"the teacher is of kind '{teacher.name}', and the student of kind '{student.name}'"
         same = MODELS.able(causal=student.traits.causal, source=student.traits.source)
         fitting = MODELS.able(causal=teacher.traits.causal, source=teacher.traits.source)
@@ -184,7 +235,9 @@ def check_teacher(settings: Settings, source: TeacherSource) -> list[Problem]:
     problems += _check_documents(settings, teacher_model)
     needs_layers = config.inner_weight or config.init_from_teacher
     return problems + (
-        _check_blocks(config, student_model, teacher_model) if needs_layers or config.cosine_weight else []
+        _check_blocks(config, student_model, teacher_model)
+        if needs_layers or config.cosine_weight
+        else []
     )
 
 
@@ -196,11 +249,16 @@ def _check_documents(settings: Settings, teacher: nn.Module) -> list[Problem]:
     choices = () if pads else take(True, key="data.cross_documents")
     fix = "Take another teacher." if pads else "Or take another teacher."
     hidden = "padding" if settings.data.cross_documents else "documents"
-    reasons = [f"{family} '{kind}' cannot mask them" for family, kind in parts_without_documents(teacher)]
+    reasons = [
+        f"{family} '{kind}' cannot mask them" for family, kind in parts_without_documents(teacher)
+    ]
     reasons += ["its global tokens are shared by them"] * bool(global_tokens_of(teacher))
     return [
         Problem(
-            f"{PATH}.teacher", f"the teacher cannot tell the {hidden} of a sample apart: {reason}", fix, choices=choices
+            f"{PATH}.teacher",
+            f"the teacher cannot tell the {hidden} of a sample apart: {reason}",
+            fix,
+            choices=choices,
         )
         for reason in reasons
     ]
@@ -212,8 +270,14 @@ def _check_heads(settings: Settings, teacher: Settings) -> list[Problem]:
     assert config is not None
     if not config.soft_weight:
         return []
-    sizes = [OBJECTIVES.of(side.objective).part.head_sizes(side.objective) for side in (settings, teacher)]
-    kinds = ["tokens" if size is None else "a score" if size.scores else f"{size.outputs} classes" for size in sizes]
+    sizes = [
+        OBJECTIVES.of(side.objective).part.head_sizes(side.objective)
+        for side in (settings, teacher)
+    ]
+    kinds = [
+        "tokens" if size is None else "a score" if size.scores else f"{size.outputs} classes"
+        for size in sizes
+    ]
     names = [getattr(side.data.source, "classes", None) for side in (settings, teacher)]
     if kinds[0] == kinds[1] and None not in names and names[0] != names[1]:
         kinds = [f"the classes {', '.join(classes)}" for classes in names if classes is not None]
@@ -233,7 +297,11 @@ def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module)
     depth = len(teacher_stack.blocks)
     layers = layers_of(config, student, teacher)
     problems = []
-    if layers is None or len(layers) != len(stack.blocks) or any(not 0 <= layer < depth for layer in layers):
+    if (
+        layers is None
+        or len(layers) != len(stack.blocks)
+        or any(not 0 <= layer < depth for layer in layers)
+    ):
         what = f"the {len(stack.blocks)} blocks of the student do not map to the {depth} of the teacher"
         fix = f"They are {len(stack.blocks)} numbers from 0 to {depth - 1}."
         return [Problem(f"{PATH}.layers", what, fix, choices=_evenly(len(stack.blocks), depth))]
@@ -251,7 +319,9 @@ def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module)
     if config.attention_weight:
         problems += _check_attention(teacher_stack, depth, "the teacher")
         pairs = zip(layers, attentions_of(stack).values(), strict=False) if not problems else ()
-        counts = {(a.query_channels // a.head_width, _heads(teacher_stack, layer)) for layer, a in pairs}
+        counts = {
+            (a.query_channels // a.head_width, _heads(teacher_stack, layer)) for layer, a in pairs
+        }
         for heads_of_student, taught in sorted(counts):
             if heads_of_student != taught:
                 what = f"attention scores of {heads_of_student} heads are compared with the teacher's of {taught}"
@@ -262,7 +332,11 @@ def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module)
 
 def _evenly(depth: int, taught: int) -> tuple[Choice, ...]:
     """Return the choice of layers of a teacher of `taught` blocks that are equally far apart, the last one included."""
-    return take([(layer + 1) * taught // depth - 1 for layer in range(depth)]) if depth <= taught else ()
+    return (
+        take([(layer + 1) * taught // depth - 1 for layer in range(depth)])
+        if depth <= taught
+        else ()
+    )
 
 
 def _heads(stack: Stack, layer: int) -> int:
@@ -277,11 +351,15 @@ def _check_shapes(student: nn.Module, teacher: nn.Module, layers: tuple[int, ...
         number, _, inner = name.removeprefix(BLOCKS).partition(".")
         in_stack = name.startswith(BLOCKS)
         taught = parameters.get(f"{BLOCKS}{layers[int(number)]}.{inner}" if in_stack else name)
-        is_untaught = name.startswith("distillation.") or (name.startswith("mtp.") and taught is None)
+        is_untaught = name.startswith("distillation.") or (
+            name.startswith("mtp.") and taught is None
+        )
         if is_untaught or (taught is not None and taught.shape == parameter.shape):
             continue
         other = "has no such parameter" if taught is None else f"has {list(taught.shape)}"
-        what = f"{name} of the student has the shape {list(parameter.shape)}, and the teacher {other}"
+        what = (
+            f"{name} of the student has the shape {list(parameter.shape)}, and the teacher {other}"
+        )
         fix = "Or take a student that differs in depth alone."
         return [Problem(f"{PATH}.init_from_teacher", what, fix, choices=take(False))]
     return []
@@ -289,9 +367,14 @@ def _check_shapes(student: nn.Module, teacher: nn.Module, layers: tuple[int, ...
 
 def check_teacher_on_disk(settings: Settings) -> list[Problem]:
     """List why the student cannot learn from the teacher that is there; one that is trained first need not be there."""
-    if settings.distill is None or (settings.distill.teacher is None and settings.distill.train_teacher is None):
+    if settings.distill is None or (
+        settings.distill.teacher is None and settings.distill.train_teacher is None
+    ):
         return []
-    if settings.distill.train_teacher is not None and not (teacher_folder(settings) / "checkpoints").is_dir():
+    if (
+        settings.distill.train_teacher is not None
+        and not (teacher_folder(settings) / "checkpoints").is_dir()
+    ):
         return []
     try:
         return check_teacher(settings, find_teacher(settings))

@@ -10,7 +10,12 @@ from xscale.checkpoint.load import load
 from xscale.core.errors import ConfigError
 from xscale.distill.teacher_source import BLOCKS, TeacherSource, teacher_degrees
 from xscale.mesh.mesh import Mesh, build_mesh, create_communicators
-from xscale.nn.adapt.observed_states import ObservedBlocks, ObservedOutput, ObservedScores, attentions_of
+from xscale.nn.adapt.observed_states import (
+    ObservedBlocks,
+    ObservedOutput,
+    ObservedScores,
+    attentions_of,
+)
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.forward import Forward
 from xscale.nn.head.class_head import ClassHead
@@ -25,7 +30,11 @@ from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenSha
 from xscale.parallel.distillation import TeacherRanks, teacher_ranks
 from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.shard.full_tensors import ShardedWeightWriter, gather_full
-from xscale.parallel.shard.sharded import fill_parameters, local_shape_and_offset, sharded_parameters
+from xscale.parallel.shard.sharded import (
+    fill_parameters,
+    local_shape_and_offset,
+    sharded_parameters,
+)
 from xscale.settings.settings import Settings, build_on_meta
 
 
@@ -66,16 +75,22 @@ class Teacher:
             _shard(kept, batch.tokens.sharding)
         return kept
 
-    def _run(self, tokens: Tokens, source: Tokens | None, wanted: frozenset[int], *, outputs: bool) -> TeacherStates:
+    def _run(
+        self, tokens: Tokens, source: Tokens | None, wanted: frozenset[int], *, outputs: bool
+    ) -> TeacherStates:
         last = None if outputs else max(wanted, default=-1)
         states = TeacherStates(self.config, self.layers, wanted=wanted, last=last)
         needs_logits = outputs and self.config.soft_weight > 0
-        observed = tokens.with_forward(states=states).with_signals({ONLY_LAST_LOGITS: not needs_logits})
+        observed = tokens.with_forward(states=states).with_signals(
+            {ONLY_LAST_LOGITS: not needs_logits}
+        )
         logits = self.model(observed, None, source)
         states.output_logits = logits if needs_logits else None
         states.output_states = states.output_states if outputs else None
         scores = states.attention_scores
-        states.attention_scores = {layer: self.ranks.own_heads(scores[layer]) for layer in sorted(scores)}
+        states.attention_scores = {
+            layer: self.ranks.own_heads(scores[layer]) for layer in sorted(scores)
+        }
         return states
 
     @torch.no_grad()
@@ -99,7 +114,11 @@ class Teacher:
         if not name.startswith(BLOCKS):
             return [name]
         number, _, inner = name.removeprefix(BLOCKS).partition(".")
-        return [f"{BLOCKS}{layer}.{inner}" for layer, taught in enumerate(self.layers) if taught == int(number)]
+        return [
+            f"{BLOCKS}{layer}.{inner}"
+            for layer, taught in enumerate(self.layers)
+            if taught == int(number)
+        ]
 
 
 def _shard(states: TeacherStates, sharding: SequenceSharding) -> None:
@@ -110,7 +129,8 @@ def _shard(states: TeacherStates, sharding: SequenceSharding) -> None:
     outputs = states.output_states
     logits = states.output_logits
     states.attention_scores = {
-        layer: shard(scores.transpose(1, 2)).transpose(1, 2) for layer, scores in states.attention_scores.items()
+        layer: shard(scores.transpose(1, 2)).transpose(1, 2)
+        for layer, scores in states.attention_scores.items()
     }
     states.hidden_states = {layer: shard(x) for layer, x in states.hidden_states.items()}
     states.output_states = None if outputs is None else shard(outputs)
@@ -144,7 +164,9 @@ def load_teacher(
     plan = ParallelPlan(parallel, precision, length)
     model = build_on_meta(source.settings, vocabulary)
     if problems := plan.check(model, info.world):
-        raise ConfigError(replace(problem, path=f"distill.teacher ({problem.path})") for problem in problems)
+        raise ConfigError(
+            replace(problem, path=f"distill.teacher ({problem.path})") for problem in problems
+        )
     model.requires_grad_(False)
 
     def fill(stage: nn.Module) -> None:
@@ -161,9 +183,19 @@ def load_teacher(
 
     model = plan.shard(model, own_mesh, fill)
     if source.checkpoint is not None:
-        tensors = {f"model.{parameter.name}": parameter.parameter.detach() for parameter in sharded_parameters(model)}
+        tensors = {
+            f"model.{parameter.name}": parameter.parameter.detach()
+            for parameter in sharded_parameters(model)
+        }
         verify = settings.checkpoint.verify
-        load(source.checkpoint, tensors, only="model.", cast_types=True, verify=verify, group=mesh.background)
+        load(
+            source.checkpoint,
+            tensors,
+            only="model.",
+            cast_types=True,
+            verify=verify,
+            group=mesh.background,
+        )
     observe_states(model, None)
     return model.eval(), teacher_ranks(mesh, own_mesh)
 
@@ -187,4 +219,6 @@ def observe_states(model: nn.Module, vocabulary: LocalVocabulary | None) -> None
         substitute(head, "class_loss", DistilledClassHead(head.class_loss, head.scores))
         return
     assert isinstance(head, Head)
-    substitute(head, "prediction_loss", DistilledHead(head.prediction_loss, vocabulary, head.soft_cap))
+    substitute(
+        head, "prediction_loss", DistilledHead(head.prediction_loss, vocabulary, head.soft_cap)
+    )

@@ -93,7 +93,9 @@ def find_teacher(settings: Settings, *, weights: bool = False) -> TeacherSource:
     checkpoint = folder if run != folder else None if newest is None else newest[1]
     if config is None or checkpoint is None or not checkpoint.is_dir():
         what = f"{folder} is no run with a checkpoint and no folder of Hugging Face transformers"
-        fix = f"Train one first (xscale train CONFIG run.dir={folder}), or set distill.train_teacher."
+        fix = (
+            f"Train one first (xscale train CONFIG run.dir={folder}), or set distill.train_teacher."
+        )
         raise ConfigError("distill.teacher", what, fix)
     if run == folder and newest is not None:
         warn_of_older(run / CHECKPOINTS, newest[0])
@@ -128,7 +130,13 @@ def check_vocabulary(source: TeacherSource, tokenizer: Tokenizer) -> list[Proble
         what = f"the teacher has a vocabulary of {source.vocabulary} tokens, and the run's tokenizer {entries}"
         return [Problem("distill.teacher", what, fix)]
     if source.fingerprint not in (None, tokenizer.fingerprint):
-        return [Problem("distill.teacher", "the teacher was trained with another tokenizer than the run's", fix)]
+        return [
+            Problem(
+                "distill.teacher",
+                "the teacher was trained with another tokenizer than the run's",
+                fix,
+            )
+        ]
     return []
 
 

@@ -41,7 +41,9 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[f
         from sacrebleu.metrics.bleu import BLEU
     except ImportError:
         fix = "Install it: pip install 'sacrebleu>=2.4'."
-        raise ConfigError("--bleu", "it is computed by sacrebleu, which is not installed", fix) from None
+        raise ConfigError(
+            "--bleu", "it is computed by sacrebleu, which is not installed", fix
+        ) from None
     metric = BLEU()
     score = metric.corpus_score(list(hypotheses), [list(references)])
     return float(score.score), str(metric.get_signature())
@@ -64,13 +66,17 @@ def evaluate_bleu(
     corpus_bleu(["a"], ["a"])
     loaded = load_run(folder, plugins=plugins)
     if not loaded.settings.has_pairs:
-        what = f"the objective {loaded.settings.objective.kind} has no pairs of a source and a target"
+        what = (
+            f"the objective {loaded.settings.objective.kind} has no pairs of a source and a target"
+        )
         raise ConfigError("--bleu", what, "Use the run of seq2seq.")
     if not loaded.mesh.rank_info.is_single_process:
         raise ConfigError("--bleu", "beam search runs on one process", "Start one.")
     with evaluation_data(loaded, source) as data:
         if data is None:
-            raise ConfigError(str(folder), "the run has no validation documents", "Give other pairs with --data.")
+            raise ConfigError(
+                str(folder), "the run has no validation documents", "Give other pairs with --data."
+            )
         dataset: Any = data.batches.loader.data
         texts = [_pair(dataset, index) for index in range(data.count(sequences))]
         objective = data.objective
@@ -96,9 +102,17 @@ def bleu_at_end(parts: RunParts, on_token: Callable[[], None]) -> str | None:
         return None
     dataset: Any = corpus.validation.data
     pairs = [_pair(dataset, index) for index in range(min(count, len(dataset)))]
-    objective = parts.objective.objective if isinstance(parts.objective, DistilledObjective) else parts.objective
+    objective = (
+        parts.objective.objective
+        if isinstance(parts.objective, DistilledObjective)
+        else parts.objective
+    )
     if isinstance(objective, Disco) and not parts.mesh.rank_info.is_single_process:
-        return "no BLEU: parallel decoding runs on one process. Take `xscale eval RUN --bleu`" if is_rank0 else None
+        return (
+            "no BLEU: parallel decoding runs on one process. Take `xscale eval RUN --bleu`"
+            if is_rank0
+            else None
+        )
     start = torch.tensor([objective.start], device=device)
     hypotheses: list[list[int]] = []
 
@@ -108,13 +122,26 @@ def bleu_at_end(parts: RunParts, on_token: Callable[[], None]) -> str | None:
 
     for ids, _ in pairs:
         on_token()
-        source = torch.tensor(objective.source_of(ids[: settings.data.source_length - 1]), device=device)
+        source = torch.tensor(
+            objective.source_of(ids[: settings.data.source_length - 1]), device=device
+        )
         if isinstance(objective, Disco):
             longest = settings.data.target_length
             hypotheses.append(decode_in_parallel(parts.model, source, objective, longest))
             continue
-        limits: dict[str, Any] = {"end": corpus.tokenizer.eos, "window": settings.data.sequence_length, "stops": stops}
-        written = generate(parts.model, start, settings.data.target_length, temperature=0.0, source=source, **limits)
+        limits: dict[str, Any] = {
+            "end": corpus.tokenizer.eos,
+            "window": settings.data.sequence_length,
+            "stops": stops,
+        }
+        written = generate(
+            parts.model,
+            start,
+            settings.data.target_length,
+            temperature=0.0,
+            source=source,
+            **limits,
+        )
         hypotheses.append(written.tolist())
     if not is_rank0:
         return None
@@ -143,7 +170,9 @@ def _written(
 ) -> list[tuple[int, ...]]:
     """Search the target of each source, which is truncated as in training."""
     settings, device = loaded.settings, loaded.mesh.device
-    precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
+    precision.cast_parameters(
+        loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master]
+    )
     lay_out_matrices(loaded.model)
     prompt = torch.tensor([objective.start], device=device)
     results: list[tuple[int, ...]] = []
@@ -152,7 +181,13 @@ def _written(
             read = objective.source_of(ids[: settings.data.source_length - 1])
             if isinstance(objective, Disco):
                 source = torch.tensor(read, device=device)
-                results.append(tuple(decode_in_parallel(loaded.model, source, objective, settings.data.target_length)))
+                results.append(
+                    tuple(
+                        decode_in_parallel(
+                            loaded.model, source, objective, settings.data.target_length
+                        )
+                    )
+                )
                 continue
             hypotheses = beam_search(
                 loaded.model,

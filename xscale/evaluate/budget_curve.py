@@ -33,7 +33,9 @@ def gate_budgets(model: nn.Module) -> list[GateBudget]:
 
 
 def budget_curve(
-    model: nn.Module, batches: Callable[[], Iterable[tuple[Batch, bool]]], new_scores: Callable[[], LogitScores]
+    model: nn.Module,
+    batches: Callable[[], Iterable[tuple[Batch, bool]]],
+    new_scores: Callable[[], LogitScores],
 ) -> list[BudgetPoint]:
     """Evaluate a model with gates at each budget, in ascending order. Collective over all ranks.
 
@@ -46,14 +48,18 @@ def budget_curve(
 
 
 @torch.no_grad()
-def _point(model: nn.Module, batches: Iterable[tuple[Batch, bool]], budget: float, scores: LogitScores) -> BudgetPoint:
+def _point(
+    model: nn.Module, batches: Iterable[tuple[Batch, bool]], budget: float, scores: LogitScores
+) -> BudgetPoint:
     for batch, counts in batches:
         stats = Stats()
         source = None if batch.source is None else _at_budget(model, batch.source, budget, stats)
         logits: Any = model(_at_budget(model, batch.tokens, budget, stats), None, source)
         if not counts:
             continue
-        shares = [float(mean) for name, mean in stats.means().items() if name.endswith(".gates/computed")]
+        shares = [
+            float(mean) for name, mean in stats.means().items() if name.endswith(".gates/computed")
+        ]
         rows = len(batch.tokens.ids)
         scores.add(batch, logits, rows * sum(shares) / len(shares), float(rows))
     share, loss, metrics = scores.means(next(model.parameters()).device)

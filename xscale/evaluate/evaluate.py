@@ -63,7 +63,9 @@ def evaluate(
         if predicts_labels and counts:
             assert batch.places is not None, "predictions are told apart by their places"
             all_predictions.append(Predictions(batch.places))
-            batch = replace(batch, tokens=batch.tokens.with_signals({PREDICTIONS: all_predictions[-1]}))
+            batch = replace(
+                batch, tokens=batch.tokens.with_signals({PREDICTIONS: all_predictions[-1]})
+            )
         loss = objective.loss(model, scores.observed(batch, tally))
         if counts:
             scores.add(batch, tally)
@@ -76,18 +78,26 @@ def evaluate(
             totals += torch.stack((is_target.sum(), sizes.sum()))
     targets, size = totals.tolist()
     sums = [float(nats), targets / stages, size / stages]
-    total, count, length, *sums_of_scores = sum_scalars([*sums, *scores.sums.tolist()], token_bytes.device)
+    total, count, length, *sums_of_scores = sum_scalars(
+        [*sums, *scores.sums.tolist()], token_bytes.device
+    )
     if isinstance(model, StagedModel):
         model.wait_sends()
     loss_value = total / max(count, 1)
     if predicts_labels:
         local = torch.cat(
-            [torch.zeros(4, 0, dtype=torch.float64), *(predictions.rows() for predictions in all_predictions)], 1
+            [
+                torch.zeros(4, 0, dtype=torch.float64),
+                *(predictions.rows() for predictions in all_predictions),
+            ],
+            1,
         )
         rows = in_order(all_gather_columns(local, token_bytes.device))
         return Evaluation(loss_value, math.nan, math.nan, metrics_of(rows, objective, names))
     perplexity = math.exp(loss_value) if loss_value < 700 else math.inf
-    return Evaluation(loss_value, perplexity, total / math.log(2) / max(length, 1), scores.means(sums_of_scores))
+    return Evaluation(
+        loss_value, perplexity, total / math.log(2) / max(length, 1), scores.means(sums_of_scores)
+    )
 
 
 class _SentenceScores:
@@ -117,7 +127,10 @@ class _SentenceScores:
         *totals, sequences = sums
         if not sequences:
             return {}
-        return {f"sentence_{name}": total / sequences for name, total in zip(self.NAMES, totals, strict=True)}
+        return {
+            f"sentence_{name}": total / sequences
+            for name, total in zip(self.NAMES, totals, strict=True)
+        }
 
 
 def in_order(rows: Tensor) -> Tensor:
@@ -126,7 +139,9 @@ def in_order(rows: Tensor) -> Tensor:
     Ranks of cp have parts of a sample, and ranks of tp the same samples.
     """
     samples, index = rows[:2].long()
-    places, order = (samples * (int(index.max()) + 1 if len(index) else 1) + index).sort(stable=True)
+    places, order = (samples * (int(index.max()) + 1 if len(index) else 1) + index).sort(
+        stable=True
+    )
     is_first = torch.ones_like(places, dtype=torch.bool)
     is_first[1:] = places[1:] != places[:-1]
     return rows[:, order[is_first]]
@@ -154,7 +169,11 @@ def order2_baseline(corpus: Corpus, on_text: Callable[[], None] = lambda: None) 
     def texts(splits: Iterable[Split]) -> Iterator[bytes]:
         size = 0
         for split in splits:
-            for text in split.target_texts(corpus.tokenizer) if corpus.pairs else split.texts(corpus.tokenizer):
+            for text in (
+                split.target_texts(corpus.tokenizer)
+                if corpus.pairs
+                else split.texts(corpus.tokenizer)
+            ):
                 if size >= BASELINE_BYTES:
                     return
                 size += len(text)
@@ -168,11 +187,19 @@ def order2_baseline(corpus: Corpus, on_text: Callable[[], None] = lambda: None) 
 def capacity_notes(model: nn.Module) -> list[str]:
     """Return what an evaluation drops, a sentence for each capacity, of a model whose training drops tokens."""
     configs = [module.config for module in model.modules() if isinstance(module, Moe)]
-    factors = {config.eval_capacity_factor: None for config in configs if config.capacity_factor is not None}
+    factors = {
+        config.eval_capacity_factor: None
+        for config in configs
+        if config.capacity_factor is not None
+    }
     return [_capacity_note(factor) for factor in factors]
 
 
 def _capacity_note(factor: float | None) -> str:
     if factor is None or math.isinf(factor):
-        return "evaluation drops no tokens of the experts; training drops those over capacity_factor"
-    return f"evaluation drops the tokens that exceed eval_capacity_factor={factor:g} in their sequence"
+        return (
+            "evaluation drops no tokens of the experts; training drops those over capacity_factor"
+        )
+    return (
+        f"evaluation drops the tokens that exceed eval_capacity_factor={factor:g} in their sequence"
+    )

@@ -61,12 +61,20 @@ class EvaluationData:
 
     def evaluate(self, model: nn.Module, sequences: int | None) -> Evaluation:
         """Evaluate a model on the first `sequences`; None: on all."""
-        batches, names = self.batches.evaluation(self.count(sequences)), self.batches.loader.class_names
+        batches, names = (
+            self.batches.evaluation(self.count(sequences)),
+            self.batches.loader.class_names,
+        )
         return evaluate(model, self.objective, batches, self.token_bytes, names=names)
 
 
 def evaluate_run(
-    folder: Path, sequences: int | None, *, source: str | None = None, plugins: bool = False, ema: bool = False
+    folder: Path,
+    sequences: int | None,
+    *,
+    source: str | None = None,
+    plugins: bool = False,
+    ema: bool = False,
 ) -> dict[str, float]:
     """Evaluate on the run's validation documents, or on `source`: step, loss, perplexity and bits per byte.
 
@@ -95,7 +103,11 @@ def exit_curve_of_run(
         policy = exit_policy_of(loaded.model)
         exits = None if stack is None else stack.find(Exits)
         if exits is None or policy is None:
-            what = "the model has no exits" if exits is None else "the exits of the model have no policy"
+            what = (
+                "the model has no exits"
+                if exits is None
+                else "the exits of the model have no policy"
+            )
             fix = "Train with model.stack.exits.policy, such as {criterion: entropy, threshold: 1}."
             raise ConfigError(str(folder), what, fix)
         count = len(exits.at)
@@ -105,7 +117,9 @@ def exit_curve_of_run(
         problems = [
             problem
             for value in chosen
-            for problem in policy.model_copy(update={"threshold": value}).check_threshold(count, "--thresholds")
+            for problem in policy.model_copy(update={"threshold": value}).check_threshold(
+                count, "--thresholds"
+            )
         ]
         if problems:
             raise ConfigError(problems)
@@ -130,7 +144,10 @@ def budget_curve_of_run(
             if data is None:
                 raise no_validation(folder)
             batches = partial(data.batches.evaluation, data.count(sequences))
-            return [_row(loaded.step, point) for point in budget_curve(loaded.model, batches, data.new_scores)]
+            return [
+                _row(loaded.step, point)
+                for point in budget_curve(loaded.model, batches, data.new_scores)
+            ]
 
 
 def _row(step: int, point: Any) -> dict[str, Any]:
@@ -146,7 +163,9 @@ def no_validation(folder: Path) -> ConfigError:
     return ConfigError(str(folder), "the run has no validation documents", fix)
 
 
-def _evaluate(loaded: LoadedRun, folder: Path, sequences: int | None, source: str | None) -> dict[str, float]:
+def _evaluate(
+    loaded: LoadedRun, folder: Path, sequences: int | None, source: str | None
+) -> dict[str, float]:
     with evaluation_data(loaded, source) as data:
         if data is None:
             raise no_validation(folder)
@@ -156,37 +175,56 @@ def _evaluate(loaded: LoadedRun, folder: Path, sequences: int | None, source: st
         numbers = asdict(data.evaluate(loaded.model, sequences))
         metrics = numbers.pop("metrics")
         # Perplexity and bits per byte of labels are no numbers.
-        return {"step": loaded.step, **{key: value for key, value in numbers.items() if value == value}, **metrics}
+        return {
+            "step": loaded.step,
+            **{key: value for key, value in numbers.items() if value == value},
+            **metrics,
+        }
 
 
 @contextmanager
-def evaluation_data(loaded: LoadedRun, source: str | None = None) -> Iterator[EvaluationData | None]:
+def evaluation_data(
+    loaded: LoadedRun, source: str | None = None
+) -> Iterator[EvaluationData | None]:
     """Open the run's validation documents, or the text of `source`; None where the run has none.
 
     Text is tokenised with the run's tokenizer: the run's own into its data folder, if that is gone; that of `source`
     into a temporary folder. ConfigError when the text is not there, or was tokenised with another tokenizer.
     """
     with shared_temporary_folder() as folder:
-        loader = _open_source(loaded, source, folder) if source is not None else _open_validation(loaded)
+        loader = (
+            _open_source(loaded, source, folder) if source is not None else _open_validation(loaded)
+        )
         if loader is None:
             yield None
             return
         tokenizer, settings = loaded.tokenizer, loaded.settings
         objective: Objective = OBJECTIVES.build(
-            settings.objective, special_tokens_of(tokenizer), settings.data.source_length, settings.run.seed
+            settings.objective,
+            special_tokens_of(tokenizer),
+            settings.data.source_length,
+            settings.run.seed,
         )
         token_bytes = torch.from_numpy(tokenizer.byte_lengths()).to(loaded.mesh.device)
-        yield EvaluationData(objective, make_micro_batches(settings, loader, objective, loaded.mesh), token_bytes)
+        yield EvaluationData(
+            objective, make_micro_batches(settings, loader, objective, loaded.mesh), token_bytes
+        )
 
 
 @contextmanager
 def shared_temporary_folder() -> Iterator[str]:
     """A temporary folder of rank 0 that all ranks use. Collective; ConfigError where a rank does not see it."""
     ranks = Consensus(doing="created")
-    with tempfile.TemporaryDirectory(prefix="xscale-eval-") if ranks.is_rank0 else nullcontext("") as local_folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="xscale-eval-")
+        if ranks.is_rank0
+        else nullcontext("") as local_folder
+    ):
         folder: str = ranks.on_rank0(Path(tempfile.gettempdir()), lambda: local_folder)
         if not all(ranks.on_all(Path(folder), Path(folder).is_dir)):
-            what = f"the text is tokenised into {folder}, which processes on other machines do not see"
+            what = (
+                f"the text is tokenised into {folder}, which processes on other machines do not see"
+            )
             fix = "Evaluate on one machine, or set TMPDIR to a folder that all machines share."
             error = ConfigError("--data", what, fix)
             error.same_on_all_ranks = True
@@ -198,26 +236,39 @@ def shared_temporary_folder() -> Iterator[str]:
 
 def _open_validation(loaded: LoadedRun) -> Loader | None:
     settings, tokenizer = loaded.settings, loaded.tokenizer
-    data = data_with_adopted_tokenizer(settings, tokenizer) or with_tokenizer(settings.data, tokenizer)
+    data = data_with_adopted_tokenizer(settings, tokenizer) or with_tokenizer(
+        settings.data, tokenizer
+    )
     of_run = (settings, loaded.mesh.rank_info)
     try:
         return prepare_and_open_data(*of_run, data, loaded.tokenizer, loaded.mesh).validation
     except ConfigError as error:
         fix = "Give text with --data, such as --data 'texts/*.txt'."
-        problem = Problem("--data", "the run's validation documents cannot be opened from here", fix)
+        problem = Problem(
+            "--data", "the run's validation documents cannot be opened from here", fix
+        )
         raise ConfigError([*error.problems, problem]) from None
 
 
 def _open_source(loaded: LoadedRun, source: str, folder: str) -> Loader:
     data = _data_of_source(loaded.settings, source, loaded.tokenizer, folder)
-    corpus = prepare_and_open_data(loaded.settings, loaded.mesh.rank_info, data, loaded.tokenizer, loaded.mesh)
+    corpus = prepare_and_open_data(
+        loaded.settings, loaded.mesh.rank_info, data, loaded.tokenizer, loaded.mesh
+    )
     return corpus.train if corpus.validation is None else corpus.validation
 
 
-def _data_of_source(settings: Settings, source: str, tokenizer: Tokenizer, folder: str) -> DataConfig:
+def _data_of_source(
+    settings: Settings, source: str, tokenizer: Tokenizer, folder: str
+) -> DataConfig:
     """The settings' data with the text of `source`: a file, folder or glob, YAML of data.source, or prepared data."""
     data, path = settings.data, Path(source)
-    base: dict[str, Any] = {"tokenizer": tokenizer.config, "prepared": None, "blend": (), "shuffle": False}
+    base: dict[str, Any] = {
+        "tokenizer": tokenizer.config,
+        "prepared": None,
+        "blend": (),
+        "shuffle": False,
+    }
     if (path / MANIFEST).is_file() or suffixed(path, ".idx").is_file():
         return data.model_copy(update=base | {"prepared": source, "validation": 0.0})
     section: Any = {"kind": "jsonl" if ".jsonl" in path.name else "text", "paths": [source]}
@@ -227,5 +278,9 @@ def _data_of_source(settings: Settings, source: str, tokenizer: Tokenizer, folde
         section |= {key: of_run[key] for key in ("source_field", "target_field") if key in of_run}
     if source.lstrip().startswith("{"):
         section = parse(source, "--data")
-    changes = {"source": decode(DataConfig, {"source": section}).source, "folder": folder, "validation": 0.0}
+    changes = {
+        "source": decode(DataConfig, {"source": section}).source,
+        "folder": folder,
+        "validation": 0.0,
+    }
     return data.model_copy(update=base | changes)

@@ -60,7 +60,9 @@ def _point(
     for batch, counts in batches:
         early = None
         if threshold is not None:
-            early = EarlyExit(policy.model_copy(update={"threshold": threshold}), exits.pooled(batch.targets))
+            early = EarlyExit(
+                policy.model_copy(update={"threshold": threshold}), exits.pooled(batch.targets)
+            )
         logits: Any = model(batch.tokens.with_signals({EARLY_EXIT: early}), None, batch.source)
         if not counts:
             continue

@@ -22,7 +22,11 @@ def label_notes(corpus: Corpus) -> list[str]:
         counts += f" and {len(labelled[1])} for validation"
     truncated = f"truncated: {train.truncated()} of the former to {train.sample_length} tokens"
     notes = [f"data {counts}; {truncated} (data.sequence_length)"]
-    return [*notes, baseline_sentence(train.labels, train.column, labelled[1].column)] if len(labelled) == 2 else notes
+    return (
+        [*notes, baseline_sentence(train.labels, train.column, labelled[1].column)]
+        if len(labelled) == 2
+        else notes
+    )
 
 
 def baseline_sentence(labels: Labels, train: IndexedDataset, held_out: IndexedDataset) -> str:
@@ -34,9 +38,8 @@ def baseline_sentence(labels: Labels, train: IndexedDataset, held_out: IndexedDa
     most_frequent = int(np.bincount(known, minlength=len(labels.names)).argmax())
     accuracy = float((unseen == most_frequent).mean())
     name = "tag" if labels.kind == "tags" else "class"
-    return (
-        f"baseline: the most frequent {name} '{labels.names[most_frequent]}' has accuracy {accuracy:.4f} on validation"
-    )
+    label = labels.names[most_frequent]
+    return f"baseline: the most frequent {name} '{label}' has accuracy {accuracy:.4f} on validation"
 
 
 def _values(column: IndexedDataset, labels: Labels) -> NDArray[np.float64] | NDArray[np.int64]:

@@ -65,27 +65,38 @@ class _LmMethods:
         has_begin = bool(tokenizer.prefix) or getattr(tokenizer.config, "file", None) is not None
         return tokenizer.bos if tokenizer.bos is not None and has_begin else tokenizer.eos
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **options: Any
+    ) -> list[int]:
         tokenizer = self.text_tokenizer
         # A text that has a beginning of its own, such as a chat, gets no second.
-        has_begin = add_special_tokens is None and string.startswith(tokenizer.piece(self.prefix_token_id))
+        has_begin = add_special_tokens is None and string.startswith(
+            tokenizer.piece(self.prefix_token_id)
+        )
         begin = () if add_special_tokens is False or has_begin else tokenizer.prefix
         return [*begin, *tokenizer.encode_with_special_tokens(string)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
-        scores = self.scorer.score([ScoreRequest(context, continuation) for _, context, continuation in requests])
+        scores = self.scorer.score(
+            [ScoreRequest(context, continuation) for _, context, continuation in requests]
+        )
         return [(score.log_likelihood, score.greedy) for score in scores]
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         utils = importlib.import_module("lm_eval.utils")
         pairs: list[ScoreRequest] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
             windows = utils.get_rolling_token_windows(
-                token_list=ids, prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+                token_list=ids,
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
             )
             for context, continuation in map(utils.make_disjoint_window, windows):
                 pairs.append(ScoreRequest(context, continuation))
@@ -97,7 +108,8 @@ class _LmMethods:
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         texts = [
-            self._text_request(request.args[0], request.args[1], number) for number, request in enumerate(requests)
+            self._text_request(request.args[0], request.args[1], number)
+            for number, request in enumerate(requests)
         ]
         return self.scorer.write(texts)
 
@@ -124,7 +136,9 @@ class _LmMethods:
 def lm_eval_model(scorer: Scorer, tokenizer: Tokenizer, window: int) -> Any:
     """Return a model for `lm_eval.simple_evaluate` that reads `window` tokens at most."""
     template = importlib.import_module("lm_eval.api.model").TemplateLM
-    return type("XscaleLM", (_LmMethods, template), {"tokenizer_name": "xscale"})(scorer, tokenizer, window)
+    return type("XscaleLM", (_LmMethods, template), {"tokenizer_name": "xscale"})(
+        scorer, tokenizer, window
+    )
 
 
 def evaluate_tasks(model: Any, request: TaskRequest) -> dict[str, dict[str, float]]:
@@ -165,7 +179,11 @@ def load_tasks(request: TaskRequest) -> Any:
     manager = None
     if request.folder is not None:
         if not Path(request.folder).is_dir():
-            raise ConfigError(request.path, f"there is no folder {request.folder}", "Give a folder of tasks as YAML.")
+            raise ConfigError(
+                request.path,
+                f"there is no folder {request.folder}",
+                "Give a folder of tasks as YAML.",
+            )
         manager = manager_type(include_path=request.folder, include_defaults=False, **options)
     if manager is None or not set(request.names) <= set(manager.all_tasks):
         manager = manager_type(include_path=request.folder, **options)
@@ -173,7 +191,11 @@ def load_tasks(request: TaskRequest) -> Any:
         from difflib import get_close_matches
 
         nearest = get_close_matches(unknown[0], manager.all_tasks, 3)
-        fix = f"The nearest are {', '.join(nearest)}." if nearest else "`lm_eval ls tasks` lists them."
+        fix = (
+            f"The nearest are {', '.join(nearest)}."
+            if nearest
+            else "`lm_eval ls tasks` lists them."
+        )
         raise ConfigError(request.path, f"lm_eval has no task '{unknown[0]}'", fix)
     try:
         return manager.load(list(request.names))

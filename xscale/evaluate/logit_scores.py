@@ -30,10 +30,14 @@ class LogitScores:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self._head is not None and self._head.scores:
             predicted = logits[..., 0]
-            loss = (predicted - targets.to(logits.dtype)).masked_fill(~is_target, 0.0).square().sum()
+            loss = (
+                (predicted - targets.to(logits.dtype)).masked_fill(~is_target, 0.0).square().sum()
+            )
         else:
             predicted = logits.argmax(-1)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            )
         right = ((predicted == targets) & is_target).sum()
         batch_sums = [float(loss), float(right), float(is_target.sum()), computed, units]
         self._sums = [total + value for total, value in zip(self._sums, batch_sums, strict=True)]

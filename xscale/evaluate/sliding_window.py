@@ -71,14 +71,21 @@ class WindowBatches:
     """Micro-batches of windows of one length, distributed over the data-parallel ranks."""
 
     def __init__(
-        self, texts: Sequence[NDArray[Any]], window: int, stride: int, micro_batch: int, limit: int | None = None
+        self,
+        texts: Sequence[NDArray[Any]],
+        window: int,
+        stride: int,
+        micro_batch: int,
+        limit: int | None = None,
     ) -> None:
         """`texts`: tokens of each. `limit`: how many windows are scored; None: all."""
         self.texts = texts
         self.groups: list[list[TextWindow]] = []
         """The windows of each micro-batch."""
         pending: dict[int, list[TextWindow]] = {}
-        numbered = (windows_of(number, len(text), window, stride) for number, text in enumerate(texts))
+        numbered = (
+            windows_of(number, len(text), window, stride) for number, text in enumerate(texts)
+        )
         for item in islice((item for items in numbered for item in items), limit):
             group = pending.setdefault(item.end - item.begin, [])
             group.append(item)
@@ -113,7 +120,11 @@ def texts_of(splits: Sequence[Split], *, cross_documents: bool) -> list[NDArray[
     """Return the tokens of each document; with `cross_documents` those of each split end to end, as in training."""
     if cross_documents:
         return [split.tokens for split in splits]
-    return [split.tokens[first:stop] for split in splits for first, stop in pairwise(split.starts.tolist())]
+    return [
+        split.tokens[first:stop]
+        for split in splits
+        for first, stop in pairwise(split.starts.tolist())
+    ]
 
 
 def evaluate_windows(
@@ -132,32 +143,51 @@ def evaluate_windows(
     text, and for a window or stride that cannot be.
     """
     if window < 2:
-        raise ConfigError("--window", f"is {window}, and a token needs one before it", "Take 2 or more.")
+        raise ConfigError(
+            "--window", f"is {window}, and a token needs one before it", "Take 2 or more."
+        )
     if not 1 <= stride <= window:
-        what = f"is {stride}, and windows of {window} tokens would leave tokens out" if stride > window else "is none"
+        what = (
+            f"is {stride}, and windows of {window} tokens would leave tokens out"
+            if stride > window
+            else "is none"
+        )
         raise ConfigError("--stride", what, f"Take 1 to {window}, the window; half of it is usual.")
     with leaving_process_group():
         longest = max(window, read_settings(folder, plugins=plugins).data.sequence_length)
-        loaded = load_run(folder, plugins=plugins, ema=ema, sequence_length=longest, option="--window")
+        loaded = load_run(
+            folder, plugins=plugins, ema=ema, sequence_length=longest, option="--window"
+        )
         if problems := check_scores_text(loaded.settings, loaded.model, "--window"):
             raise ConfigError(problems)
         return asdict(_score(loaded, folder, window, stride, windows, source))
 
 
 def _score(
-    loaded: LoadedRun, folder: Path, window: int, stride: int, windows: int | None, source: str | None
+    loaded: LoadedRun,
+    folder: Path,
+    window: int,
+    stride: int,
+    windows: int | None,
+    source: str | None,
 ) -> WindowScore:
     settings = loaded.settings
     # A text may be shorter than a sample of the run.
-    with evaluation_data(replace(loaded, settings=with_sequence_length(settings, 1)), source) as data:
+    with evaluation_data(
+        replace(loaded, settings=with_sequence_length(settings, 1)), source
+    ) as data:
         if data is None:
             raise no_validation(folder)
         dataset: Any = data.batches.loader.data
-        datasets: list[Any] = list(dataset.datasets) if isinstance(dataset, BlendedDataset) else [dataset]
+        datasets: list[Any] = (
+            list(dataset.datasets) if isinstance(dataset, BlendedDataset) else [dataset]
+        )
         splits = [part.split for part in datasets]
         texts = texts_of(splits, cross_documents=settings.data.cross_documents)
         batches = WindowBatches(texts, window, stride, settings.train.micro_batch_size, windows)
-        objective: Objective = OBJECTIVES.build(Causal.Config(), special_tokens_of(loaded.tokenizer), window, 0)
+        objective: Objective = OBJECTIVES.build(
+            Causal.Config(), special_tokens_of(loaded.tokenizer), window, 0
+        )
         parts = batches.batches(data.batches.rank, data.batches.ranks, loaded.mesh.device)
         result = evaluate(loaded.model, objective, parts, data.token_bytes)
     numbers = (result.loss, result.perplexity, result.bits_per_byte)

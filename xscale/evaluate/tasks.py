@@ -110,18 +110,26 @@ def report_tasks(parts: RunParts, step: int, on_forward: Callable[[], None]) -> 
     window = settings.data.sequence_length
     rows = settings.train.micro_batch_size
     tasks = settings.train.tasks
-    scorer = TextScorer(parts.model, parts.mesh, window, rows, tokenizer.decode, tokenizer.eos, on_forward)
+    scorer = TextScorer(
+        parts.model, parts.mesh, window, rows, tokenizer.decode, tokenizer.eos, on_forward
+    )
     request = _request_of(tasks)
     results = evaluate_on_all_ranks(
         scorer,
         Consensus(parts.mesh.background),
         lambda announced: evaluate_tasks(lm_eval_model(announced, tokenizer, window), request),
     )
-    flat = {f"{task}/{name}": value for task, values in results.items() for name, value in values.items()}
+    flat = {
+        f"{task}/{name}": value
+        for task, values in results.items()
+        for name, value in values.items()
+    }
     return TaskReport(step, flat, time.perf_counter() - begin)
 
 
-def tasks_of_run(folder: Path, request: TaskRequest, *, plugins: bool = False, ema: bool = False) -> dict[str, Any]:
+def tasks_of_run(
+    folder: Path, request: TaskRequest, *, plugins: bool = False, ema: bool = False
+) -> dict[str, Any]:
     """Evaluate tasks of lm_eval with the run's newest checkpoint: step and results. Collective.
 
     ConfigError for a model that does not score text, without lm_eval, and for tasks that cannot be loaded.
@@ -130,9 +138,14 @@ def tasks_of_run(folder: Path, request: TaskRequest, *, plugins: bool = False, e
         loaded, scorer = _scorer_of_run(folder, request.path, plugins=plugins, ema=ema)
 
         def work(announced: _Announced) -> TaskResults:
-            return evaluate_tasks(lm_eval_model(announced, loaded.tokenizer, scorer.window), request)
+            return evaluate_tasks(
+                lm_eval_model(announced, loaded.tokenizer, scorer.window), request
+            )
 
-        return {"step": loaded.step, "tasks": evaluate_on_all_ranks(scorer, Consensus(loaded.mesh.background), work)}
+        return {
+            "step": loaded.step,
+            "tasks": evaluate_on_all_ranks(scorer, Consensus(loaded.mesh.background), work),
+        }
 
 
 def lm_eval_model_of_run(folder: Path, *, plugins: bool = False, ema: bool = False) -> Any:
@@ -145,7 +158,9 @@ def lm_eval_model_of_run(folder: Path, *, plugins: bool = False, ema: bool = Fal
     return lm_eval_model(scorer, loaded.tokenizer, scorer.window)
 
 
-def _scorer_of_run(folder: Path, path: str, *, plugins: bool, ema: bool) -> tuple[LoadedRun, TextScorer]:
+def _scorer_of_run(
+    folder: Path, path: str, *, plugins: bool, ema: bool
+) -> tuple[LoadedRun, TextScorer]:
     """Load a run and its scorer; ConfigError at `path`."""
     if problems := check_lm_eval(path):
         raise ConfigError(problems)
@@ -154,4 +169,6 @@ def _scorer_of_run(folder: Path, path: str, *, plugins: bool, ema: bool) -> tupl
     if problems := check_scores_text(settings, loaded.model, path):
         raise ConfigError(problems)
     window, rows = settings.data.sequence_length, settings.train.micro_batch_size
-    return loaded, TextScorer(loaded.model, loaded.mesh, window, rows, tokenizer.decode, tokenizer.eos)
+    return loaded, TextScorer(
+        loaded.model, loaded.mesh, window, rows, tokenizer.decode, tokenizer.eos
+    )

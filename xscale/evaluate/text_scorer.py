@@ -49,7 +49,9 @@ class TextRequest:
     seed: int
 
 
-def batches_of_one_length(model: nn.Module, lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
+def batches_of_one_length(
+    model: nn.Module, lengths: Sequence[int], rows: int
+) -> Iterator[list[int]]:
     """Yield the numbers of the rows of each forward, at most `rows` of one length [number of rows], the longest first.
 
     So there is no padding: a model may route, sort or average the tokens of a row. Where tokens of a micro-batch
@@ -95,7 +97,9 @@ class TextScorer:
         for round_ in range(-(-len(batches) // ranks)):
             number = round_ * ranks + rank
             batch = batches[number if number < len(batches) else 0]
-            scores = self._forward([(rows[index], len(requests[index].continuation)) for index in batch])
+            scores = self._forward(
+                [(rows[index], len(requests[index].continuation)) for index in batch]
+            )
             if number < len(batches):
                 local += zip(batch, scores, strict=True)
         if isinstance(self.model, StagedModel):
@@ -108,10 +112,16 @@ class TextScorer:
         size = len(request.continuation)
         if not size or not request.context:
             what = f"the {'context' if size else 'continuation'} of a request has no tokens"
-            raise ConfigError("tasks", what, "Separate context and continuation where a token ends, as at a space.")
+            raise ConfigError(
+                "tasks",
+                what,
+                "Separate context and continuation where a token ends, as at a space.",
+            )
         if size > self.window:
             what = f"a continuation of {size} tokens is longer than the {self.window} that the model reads"
-            raise ConfigError("tasks", what, "Omit the task, or use the run of a larger data.sequence_length.")
+            raise ConfigError(
+                "tasks", what, "Omit the task, or use the run of a larger data.sequence_length."
+            )
         return [*request.context, *request.continuation][-(self.window + 1) :]
 
     def _batches(self, rows: Sequence[list[int]]) -> Iterator[list[int]]:
@@ -141,8 +151,12 @@ class TextScorer:
         for request in requests:
             if request.tokens >= self.window:
                 what = f"{request.tokens} tokens to write leave no room for a prompt in the {self.window} that it reads"
-                raise ConfigError("tasks", what, "Lower max_gen_toks of the task, or train with longer sequences.")
-            prompt = torch.tensor(request.context[-(self.window - request.tokens) :], device=self.mesh.device)
+                raise ConfigError(
+                    "tasks", what, "Lower max_gen_toks of the task, or train with longer sequences."
+                )
+            prompt = torch.tensor(
+                request.context[-(self.window - request.tokens) :], device=self.mesh.device
+            )
             options: dict[str, Any] = {"end": self.end, "window": self.window, "seed": request.seed}
             options |= {"temperature": request.temperature, "top_k": request.top_k}
 
@@ -151,7 +165,9 @@ class TextScorer:
                 text = self.decode(ids)
                 return any(stop in text for stop in texts_to_stop_at)
 
-            text = self.decode(generate(self.model, prompt, request.tokens, stops=stops, **options).tolist())
+            text = self.decode(
+                generate(self.model, prompt, request.tokens, stops=stops, **options).tolist()
+            )
             ends = [text.index(stop) for stop in request.stops if stop in text]
             texts.append(text[: min(ends)] if ends else text)
         return texts

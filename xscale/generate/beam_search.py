@@ -67,7 +67,9 @@ def beam_search(
         vocabulary = total.shape[1]
         values, candidates = total.flatten().topk(min(2 * beams, total.numel()))
         kept: list[tuple[int, int, float]] = []
-        for rank, (value, candidate) in enumerate(zip(values.tolist(), candidates.tolist(), strict=True)):
+        for rank, (value, candidate) in enumerate(
+            zip(values.tolist(), candidates.tolist(), strict=True)
+        ):
             row, token = divmod(candidate, vocabulary)
             if token == end:
                 if rank < beams:
@@ -86,7 +88,10 @@ def beam_search(
     if finished:
         return finished
     texts = live[:, len(prompt) :].tolist()
-    return [Hypothesis(tuple(ids), score / best) for ids, score in zip(texts, scores.tolist(), strict=True)]
+    return [
+        Hypothesis(tuple(ids), score / best)
+        for ids, score in zip(texts, scores.tolist(), strict=True)
+    ]
 
 
 class _Step:

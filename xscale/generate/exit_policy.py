@@ -9,7 +9,10 @@ from xscale.nn.depth.exits import Exits
 
 def stack_with_exits(model: nn.Module) -> Stack | None:
     """Return the stack of the model that has exits; None: it has none."""
-    return next((module for module in model.modules() if isinstance(module, Stack) and module.find(Exits)), None)
+    return next(
+        (module for module in model.modules() if isinstance(module, Stack) and module.find(Exits)),
+        None,
+    )
 
 
 def exit_policy_of(model: nn.Module) -> ExitPolicyConfig | None:

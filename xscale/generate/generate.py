@@ -73,7 +73,9 @@ def generate(
         logits = model(tokens, None, source_tokens)
         done = len(ids)
         # On a GPU the ranks' logits may differ in the last bit, and so in the token.
-        last = restricted_logits(logits[0, -1].float().cpu(), ids.cpu(), temperature, top_k, top_p, repetition_penalty)
+        last = restricted_logits(
+            logits[0, -1].float().cpu(), ids.cpu(), temperature, top_k, top_p, repetition_penalty
+        )
         token = broadcast_int(sample_token(last, generator), device)
         if token == end:
             break
@@ -96,8 +98,14 @@ def lay_out_matrices(model: nn.Module) -> None:
             for name in module.linear_maps | ({"weight"} if isinstance(module, Head) else set()):
                 parameter = module.get_parameter(name)
                 by_columns = parameter.mT.is_contiguous()
-                if parameter.dtype == torch.float32 and parameter.is_cpu and type(parameter.data) is Tensor:
-                    parameter.data = parameter.data if by_columns else parameter.data.mT.contiguous().mT
+                if (
+                    parameter.dtype == torch.float32
+                    and parameter.is_cpu
+                    and type(parameter.data) is Tensor
+                ):
+                    parameter.data = (
+                        parameter.data if by_columns else parameter.data.mT.contiguous().mT
+                    )
 
 
 def restricted_logits(
@@ -155,12 +163,16 @@ def encode_prompt(
     try:
         ids = tokenizer.encode_prompt(prompt) if begins else tokenizer.encode(prompt)
     except (UnicodeError, TypeError):
-        raise ConfigError(path, f"the prompt {prompt!r} is not valid Unicode", "Give text in UTF-8.") from None
+        raise ConfigError(
+            path, f"the prompt {prompt!r} is not valid Unicode", "Give text in UTF-8."
+        ) from None
     if not ids:
         raise ConfigError(path, "the prompt is empty", "Give at least one character.")
     if longest is not None and len(ids) > longest:
         what = f"the prompt {prompt[:40]!r} has {len(ids)} tokens, and at most {longest} leave room for one more"
-        raise ConfigError(path, what, "Give a shorter one, or train with a longer data.sequence_length.")
+        raise ConfigError(
+            path, what, "Give a shorter one, or train with a longer data.sequence_length."
+        )
     return ids
 
 
@@ -216,5 +228,7 @@ def write_samples(parts: RunParts, step: int, on_token: Callable[[], None]) -> l
             prefix=OBJECTIVES.of(settings.objective).traits.prefix,
             stops=stops,
         )
-        samples.append(SampleReport(step, sample.prompts[number], tokenizer.decode(tokens.tolist())))
+        samples.append(
+            SampleReport(step, sample.prompts[number], tokenizer.decode(tokens.tolist()))
+        )
     return samples

@@ -25,7 +25,11 @@ from xscale.settings.settings import Settings
 
 def _require_decoder(settings: Settings, decodes: bool, folder: Path) -> None:
     if not decodes and not OBJECTIVES.of(settings.objective).part.predicts_length:
-        raise ConfigError(str(folder), f"{settings.model.kind} models cannot generate text", "Use a decoder's run.")
+        raise ConfigError(
+            str(folder),
+            f"{settings.model.kind} models cannot generate text",
+            "Use a decoder's run.",
+        )
 
 
 def generate_text(
@@ -55,7 +59,9 @@ def generate_text(
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
     _require_decoder(settings, traits.decode, folder)
-    precision.cast_parameters(loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master])
+    precision.cast_parameters(
+        loaded.model, DTYPES[settings.precision.compute], DTYPES[settings.precision.master]
+    )
     lay_out_matrices(loaded.model)
     data, device = settings.data, loaded.mesh.device
     window, longest = _lengths(settings, has_source=traits.source)
@@ -65,7 +71,10 @@ def generate_text(
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
     ids, source = torch.tensor(prompt_ids, device=device), None
     if traits.source:
-        ids, source = (torch.tensor(x, device=device) for x in ([objective.start], objective.source_of(prompt_ids)))
+        ids, source = (
+            torch.tensor(x, device=device)
+            for x in ([objective.start], objective.source_of(prompt_ids))
+        )
     # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
         if isinstance(objective, Disco):
@@ -76,7 +85,10 @@ def generate_text(
         shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
         shared["prefix"] = OBJECTIVES.of(settings.objective).traits.prefix
         if beams > 1:
-            penalty: dict[str, Any] = {"length_penalty": length_penalty, "penalty_form": penalty_form}
+            penalty: dict[str, Any] = {
+                "length_penalty": length_penalty,
+                "penalty_form": penalty_form,
+            }
             hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, **penalty, **shared)
             written = list(hypotheses[0].ids)
         else:
@@ -110,15 +122,22 @@ def encode_sides(
         return objective.prompt_of(encode_prompt(prompt, tokenizer, room, "--prompt"))
     if not isinstance(objective, FillInMiddle):
         what = f"the objective '{objective.config.kind}' trains no filling in of a middle"
-        raise ConfigError("--suffix", what, "Leave it out, or use a run of the objective fill_in_middle.")
-    before = encode_prompt(prompt, tokenizer, None, "--prompt") if prompt else list(tokenizer.prefix)
+        raise ConfigError(
+            "--suffix", what, "Leave it out, or use a run of the objective fill_in_middle."
+        )
+    before = (
+        encode_prompt(prompt, tokenizer, None, "--prompt") if prompt else list(tokenizer.prefix)
+    )
     after = encode_prompt(suffix, tokenizer, None, "--suffix", begins=False) if suffix else []
     ids = objective.prompt_for_middle(before, after)
     if longest is not None and len(ids) > longest:
         what = (
-            f"prompt and suffix have {len(ids)} tokens with their sentinels, and at most {longest} leave room for one"
+            f"prompt and suffix have {len(ids)} tokens with their sentinels, "
+            f"and at most {longest} leave room for one"
         )
-        raise ConfigError("--suffix", what, "Give shorter ones, or train with a longer data.sequence_length.")
+        raise ConfigError(
+            "--suffix", what, "Give shorter ones, or train with a longer data.sequence_length."
+        )
     return ids
 
 

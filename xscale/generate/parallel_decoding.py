@@ -57,7 +57,9 @@ def mask_predict(predict: Predict, length: int, iterations: int) -> tuple[Tensor
 
 
 @torch.no_grad()
-def decode_in_parallel(model: nn.Module, source: Tensor, objective: Disco, longest: int) -> list[int]:
+def decode_in_parallel(
+    model: nn.Module, source: Tensor, objective: Disco, longest: int
+) -> list[int]:
     """Write the target of source ids [S], of at most `longest` tokens, as the config of the objective says; return its
     ids before the end-of-document token. On one process. The model has a length head.
     """
@@ -68,13 +70,17 @@ def decode_in_parallel(model: nn.Module, source: Tensor, objective: Disco, longe
     device = source.device
 
     def predict(ids: Tensor, observed: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = Tokens.from_ids(ids[None].to(device), cache=cache, signals={OBSERVED: observed[None].to(device)})
+        tokens = Tokens.from_ids(
+            ids[None].to(device), cache=cache, signals={OBSERVED: observed[None].to(device)}
+        )
         logits = model(tokens, None, Tokens.from_ids(source[None]))[0]  # [N, V]
         best = torch.log_softmax(logits.double().cpu(), -1).max(-1)
         return best.indices, best.values
 
     predict(torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, dtype=torch.bool))
-    likeliest = cache["lengths"][0, :longest].argsort(descending=True)[: config.length_candidates] + 1
+    likeliest = (
+        cache["lengths"][0, :longest].argsort(descending=True)[: config.length_candidates] + 1
+    )
     refine = easy_first if config.decoding == "easy_first" else mask_predict
     targets = [refine(predict, length, config.iterations) for length in likeliest.tolist()]
     ids, _ = max(targets, key=lambda target: float(target[1].mean()))

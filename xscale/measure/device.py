@@ -81,7 +81,13 @@ ASSUMED = {
 
 
 def _gpu(
-    name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, sources: Mapping[str, str]
+    name: str,
+    flops: float,
+    memory: float,
+    bandwidth: float,
+    link: float,
+    network: float,
+    sources: Mapping[str, str],
 ) -> Device:
     all_sources = {**sources, **ASSUMED}
     return Device(
@@ -107,10 +113,32 @@ def _sheets(gpu: str, dgx: str, nvlink: str, nic: str) -> Mapping[str, str]:
 
 
 DEVICES: dict[str, Device] = {
-    "h100": _gpu("h100", 989e12, 80e9, 3.35e12, 450e9, 50e9, _sheets("H100 SXM", "DGX H100", "900 GB/s", "400 Gb/s")),
-    "h200": _gpu("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, _sheets("H200 SXM", "DGX H200", "900 GB/s", "400 Gb/s")),
+    "h100": _gpu(
+        "h100",
+        989e12,
+        80e9,
+        3.35e12,
+        450e9,
+        50e9,
+        _sheets("H100 SXM", "DGX H100", "900 GB/s", "400 Gb/s"),
+    ),
+    "h200": _gpu(
+        "h200",
+        989e12,
+        141e9,
+        4.8e12,
+        450e9,
+        50e9,
+        _sheets("H200 SXM", "DGX H200", "900 GB/s", "400 Gb/s"),
+    ),
     "a100": _gpu(
-        "a100", 312e12, 80e9, 2.039e12, 300e9, 25e9, _sheets("A100 80GB SXM", "DGX A100", "600 GB/s", "200 Gb/s")
+        "a100",
+        312e12,
+        80e9,
+        2.039e12,
+        300e9,
+        25e9,
+        _sheets("A100 80GB SXM", "DGX A100", "600 GB/s", "200 Gb/s"),
     ),
 }
 """Devices that a plan can target, besides `cpu`, which is the planning machine."""
@@ -122,7 +150,9 @@ ASSUMED_NODE = "assumed: 8, as in most nodes"
 
 def device_of_memory(memory: float) -> Device:
     """A GPU of which only the memory is known: a plan then says what fits, without times."""
-    return replace(_gpu("GPU", 0.0, memory, 0.0, 0.0, 0.0, {"memory": GIVEN, "node": ASSUMED_NODE}), reach=0.0)
+    return replace(
+        _gpu("GPU", 0.0, memory, 0.0, 0.0, 0.0, {"memory": GIVEN, "node": ASSUMED_NODE}), reach=0.0
+    )
 
 
 def device_named(name: str, dtype: torch.dtype) -> Device:
@@ -165,7 +195,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return _matmul_flops(dtype)
     name = torch.cuda.get_device_name(device)
     peak = next((peak for known, peak in PEAKS.items() if known in name), None)
-    return None if peak is None else peak / slowdown(dtype, tf32=torch.get_float32_matmul_precision() != "highest")
+    return (
+        None
+        if peak is None
+        else peak / slowdown(dtype, tf32=torch.get_float32_matmul_precision() != "highest")
+    )
 
 
 CLOCK_STEP = 1e-6

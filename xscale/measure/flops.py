@@ -85,12 +85,18 @@ class _Count:
 def _counts(model: nn.Module) -> Iterator[_Count]:
     fractions = active_fractions(model)
     heads = {id(module.weight) for module in model.modules() if isinstance(module, Head)}
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)} - heads
+    tables = {
+        id(module.weight) for module in model.modules() if isinstance(module, Embedding)
+    } - heads
     axes = parameter_axes(model)
     shared = _repeated_sublayers(model)
     pooled = _pooled_blocks(model)
-    quaternions = {id(module.weight) for module in model.modules() if isinstance(module, QuaternionLinear)}
-    shared_exits = sum(isinstance(module, Exit) and module.head is None for module in model.modules())
+    quaternions = {
+        id(module.weight) for module in model.modules() if isinstance(module, QuaternionLinear)
+    }
+    shared_exits = sum(
+        isinstance(module, Exit) and module.head is None for module in model.modules()
+    )
     shared_exits += sum(isinstance(module, MtpModule) for module in model.modules())
     for name, parameter in model.named_parameters():
         multiplied = id(parameter) not in tables and _is_matrix(name, axes[name])
@@ -115,7 +121,9 @@ def _is_matrix(name: str, axes: tuple[str, ...]) -> bool:
     What has an axis of tokens mixes them, and is counted with its mixer.
     """
     last = name.rpartition(".")[2]
-    return "tokens" not in axes and "bias" not in last and sum(axis != "experts" for axis in axes) > 1
+    return (
+        "tokens" not in axes and "bias" not in last and sum(axis != "experts" for axis in axes) > 1
+    )
 
 
 _OF_KEYS = tuple(f".mixer.part.{name}.{kind}" for name in "kv" for kind in ("weight", "bias"))
@@ -133,7 +141,9 @@ def _pooled_blocks(model: nn.Module) -> dict[str, tuple[float, float]]:
             fractions |= {f"{path}.blocks.{layer}.": pair for layer, pair in enumerate(of_blocks)}
             for layer in pooling.distilling:
                 fractions[f"{path}.pooling.distilling.{layer}."] = of_blocks[int(layer) - 1]
-            queries, keys = (sum(values) / len(of_blocks) for values in zip(*of_blocks, strict=True))
+            queries, keys = (
+                sum(values) / len(of_blocks) for values in zip(*of_blocks, strict=True)
+            )
             fractions[f"{path}.shared."] = queries, keys
             if not pooling.repeats:
                 fractions["memory"] = of_blocks[-1]
@@ -148,7 +158,11 @@ def _repeated_sublayers(model: nn.Module) -> dict[str, int]:
     """Return the prefix of the paths of sublayers that a token passes several times -> how often: of those that all
     blocks of a stack share, and of the block of a mask decoder."""
     stacks = {path: module for path, module in model.named_modules() if isinstance(module, Stack)}
-    uses = {f"{path}.shared.": len(stack.blocks) for path, stack in stacks.items() if stack.find(SharedSublayers)}
+    uses = {
+        f"{path}.shared.": len(stack.blocks)
+        for path, stack in stacks.items()
+        if stack.find(SharedSublayers)
+    }
     for path, stack in stacks.items():
         for layer, block in stack.blocks.items():
             if isinstance(block, Block) and block.rounds > 1:

@@ -27,7 +27,11 @@ class ModelStateBytes:
 
 
 def model_state_bytes(
-    model: nn.Module, degrees: Degrees, stage: int, states: float | Mapping[str, float], master_bytes: int
+    model: nn.Module,
+    degrees: Degrees,
+    stage: int,
+    states: float | Mapping[str, float],
+    master_bytes: int,
 ) -> ModelStateBytes:
     """Compute the model state bytes of the rank with the largest shards.
 
@@ -41,14 +45,20 @@ def model_state_bytes(
     optimizer = 0.0
     for name, parameter in model.named_parameters():
         expert = "experts" in axes[name] and degrees.ep > 1
-        shards = (degrees.ep if expert else 1) * (degrees.tp if TENSOR_PARALLEL_AXES & set(axes[name]) else 1)
+        shards = (degrees.ep if expert else 1) * (
+            degrees.tp if TENSOR_PARALLEL_AXES & set(axes[name]) else 1
+        )
         local = -(-parameter.numel() // (shards * (degrees.pp if _is_split(name) else 1)))
         ranks = (degrees.expert_shard if expert else degrees.dp_shard * degrees.cp) if stage else 1
         unsharded += local
         sharded += -(-local // ranks)
-        optimizer += -(-local // ranks) * (states.get(name, 0) if isinstance(states, Mapping) else states)
+        optimizer += -(-local // ranks) * (
+            states.get(name, 0) if isinstance(states, Mapping) else states
+        )
     gradients = unsharded if stage < 2 else sharded
-    return ModelStateBytes(sharded * master_bytes, gradients * master_bytes, round(optimizer * master_bytes))
+    return ModelStateBytes(
+        sharded * master_bytes, gradients * master_bytes, round(optimizer * master_bytes)
+    )
 
 
 def _is_split(name: str) -> bool:

@@ -122,7 +122,11 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
         if func.namespace == "prim":
@@ -229,7 +233,14 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         times = {"all_reduce": 2 * share, "allreduce": 2 * share, "send": 1.0}.get(operator, share)
         self.messages.append(Message(operator, group, round(bytes_of * times), self.phase))
 
-    def _work(self, func: Any, args: Sequence[Any], named: dict[str, Any], out: Any, outputs: Sequence[Tensor]) -> None:
+    def _work(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        named: dict[str, Any],
+        out: Any,
+        outputs: Sequence[Tensor],
+    ) -> None:
         formula: Any = FORMULAS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **named, out_val=out))
         read = [leaf for leaf in tree_leaves((list(args), named)) if isinstance(leaf, Tensor)]
@@ -283,14 +294,26 @@ def _composite(func: Any) -> bool:
     return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
-def _attention(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, **_: Any) -> float:
+def _attention(
+    q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, **_: Any
+) -> float:
     """FLOPs of the CPU's fused attention, which torch does not count: two matmuls."""
     batch, heads, queries, width = q.shape
-    return float(2 * batch * heads * queries * k.shape[2] * (width + v.shape[3]) / (2 if causal else 1))
+    return float(
+        2 * batch * heads * queries * k.shape[2] * (width + v.shape[3]) / (2 if causal else 1)
+    )
 
 
 def _attention_backward(
-    gradient: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, dropout: float, causal: bool, **named: Any
+    gradient: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    sums: Any,
+    dropout: float,
+    causal: bool,
+    **named: Any,
 ) -> float:
     """FLOPs of its backward: five matmuls instead of two."""
     return 2.5 * _attention(q, k, v, dropout, causal)

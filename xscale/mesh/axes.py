@@ -96,7 +96,9 @@ class Degrees:
 
     def data_rank(self, rank: int) -> int:
         """Return the index of the rank among those that read different samples."""
-        return self.coordinate(rank, "dp_replicate") * self.dp_shard + self.coordinate(rank, "dp_shard")
+        return self.coordinate(rank, "dp_replicate") * self.dp_shard + self.coordinate(
+            rank, "dp_shard"
+        )
 
     def rank(self, **coordinates: int) -> int:
         """Return the rank at these coordinates, one for each axis."""
@@ -124,7 +126,9 @@ def resolve(mesh: MeshConfig, world: int) -> Degrees:
     """Return the degrees for `world` ranks, with -1 resolved. Call `check` first: this asserts."""
     unsharded = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
     shard = world // unsharded if mesh.dp_shard == -1 else mesh.dp_shard
-    degrees = Degrees(mesh.pp, mesh.dp_replicate, shard, mesh.cp, mesh.tp, mesh.ep, mesh.tp_in_experts, mesh.order)
+    degrees = Degrees(
+        mesh.pp, mesh.dp_replicate, shard, mesh.cp, mesh.tp, mesh.ep, mesh.tp_in_experts, mesh.order
+    )
     assert degrees.world == world, f"{degrees} does not make {world} ranks"
     return degrees
 
@@ -158,7 +162,12 @@ def check(mesh: MeshConfig, world: int, path: str = "parallel.mesh") -> list[Pro
         return problems
     unsharded = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
     words = (
-        " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in DENSE_AXES if getattr(mesh, axis) not in (1, -1)) or "1"
+        " x ".join(
+            f"{axis} {getattr(mesh, axis)}"
+            for axis in DENSE_AXES
+            if getattr(mesh, axis) not in (1, -1)
+        )
+        or "1"
     )
     if mesh.dp_shard == -1 and world % unsharded:
         what = f"{words} = {unsharded} does not divide the {counted(world, 'rank')}"

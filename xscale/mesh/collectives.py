@@ -39,7 +39,9 @@ class PendingSum:
         if device.type == "cuda":
             total = self._sums.to(device, non_blocking=True)
             dist.all_reduce(total)
-            self._sums = torch.empty_like(self._sums, pin_memory=True).copy_(total, non_blocking=True)
+            self._sums = torch.empty_like(self._sums, pin_memory=True).copy_(
+                total, non_blocking=True
+            )
             self._copied = torch.cuda.current_stream(device).record_event()
         else:
             self._work = dist.all_reduce(self._sums, async_op=True)
@@ -85,7 +87,11 @@ class SharedCounter:
     def add(self, count: int) -> int:
         """Add to the count and return the sum over all ranks so far."""
         self._count += count
-        return int(_get_default_store().add(self._name, count)) if dist.is_initialized() else self._count
+        return (
+            int(_get_default_store().add(self._name, count))
+            if dist.is_initialized()
+            else self._count
+        )
 
 
 def all_gather_object(word: Any) -> list[Any]:
@@ -120,7 +126,9 @@ class _AllToAll(torch.autograd.Function):
     """All-to-all of rows; backward is the reverse all-to-all."""
 
     @staticmethod
-    def forward(context: Any, rows: Tensor, outgoing: list[int], incoming: list[int], group: Any) -> Tensor:
+    def forward(
+        context: Any, rows: Tensor, outgoing: list[int], incoming: list[int], group: Any
+    ) -> Tensor:
         context.outgoing = outgoing
         context.incoming = incoming
         context.group = group
@@ -131,11 +139,15 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
         back = gradient.new_empty((sum(context.outgoing), *gradient.shape[1:]))
-        dist.all_to_all_single(back, gradient.contiguous(), context.outgoing, context.incoming, group=context.group)
+        dist.all_to_all_single(
+            back, gradient.contiguous(), context.outgoing, context.incoming, group=context.group
+        )
         return back, None, None, None
 
 
-def all_to_all(rows: Tensor, outgoing: list[int], incoming: list[int], group: dist.ProcessGroup) -> Tensor:
+def all_to_all(
+    rows: Tensor, outgoing: list[int], incoming: list[int], group: dist.ProcessGroup
+) -> Tensor:
     """Send `outgoing[r]` consecutive rows to each rank r of the group and receive `incoming[r]` from it.
 
     [sum(outgoing), ...] -> [sum(incoming), ...]; every rank of the group must call it.
@@ -178,7 +190,9 @@ class MeanOverOwners:
         self._names: frozenset[str] = frozenset()
         """Names of this rank's values."""
 
-    def __call__(self, sums: dict[str, Tensor], counts: dict[str, int], device: torch.device) -> dict[str, Tensor]:
+    def __call__(
+        self, sums: dict[str, Tensor], counts: dict[str, int], device: torch.device
+    ) -> dict[str, Tensor]:
         """Return the means of this rank's `sums` (float64) of `counts` observations and those of the others, by name.
 
         Collective: one all-reduce, and a gather of objects in the first call.
@@ -190,8 +204,14 @@ class MeanOverOwners:
             shapes = {name: tuple(value.shape) for name, value in sums.items()}
             all_shapes: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
             dist.all_gather_object(all_shapes, shapes, group=self._group)
-            self._shapes = {name: shape for rank_shapes in all_shapes for name, shape in sorted(rank_shapes.items())}
-        assert self._names == sums.keys(), f"the statistics changed: {sorted(self._names ^ sums.keys())}"
+            self._shapes = {
+                name: shape
+                for rank_shapes in all_shapes
+                for name, shape in sorted(rank_shapes.items())
+            }
+        assert self._names == sums.keys(), (
+            f"the statistics changed: {sorted(self._names ^ sums.keys())}"
+        )
         if not self._shapes:
             return {}
         zeros = {
@@ -208,7 +228,9 @@ class MeanOverOwners:
         *totals, observed = flat.split([*map(Tensor.numel, padded), len(padded)])  # type: ignore[no-untyped-call]
         return {
             name: total.view(shape) / count
-            for (name, shape), total, count in zip(self._shapes.items(), totals, observed, strict=True)
+            for (name, shape), total, count in zip(
+                self._shapes.items(), totals, observed, strict=True
+            )
         }
 
 
@@ -254,7 +276,11 @@ class _GatherIn(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        return reduce_scatter(pad_to_multiple(gradient, 1, context.group.size()), 1, context.group), None, None
+        return (
+            reduce_scatter(pad_to_multiple(gradient, 1, context.group.size()), 1, context.group),
+            None,
+            None,
+        )
 
 
 def gather_in(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
@@ -287,7 +313,9 @@ class _SliceIn(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, group: Any) -> Tensor:
         context.length, context.group = x.shape[1], group
-        shard: Tensor = pad_to_multiple(x, 1, group.size()).chunk(group.size(), 1)[group.rank()].clone()
+        shard: Tensor = (
+            pad_to_multiple(x, 1, group.size()).chunk(group.size(), 1)[group.rank()].clone()
+        )
         return shard
 
     @staticmethod
@@ -307,11 +335,19 @@ class _GatherOut(torch.autograd.Function):
         context.group = group
         context.size = x.shape[-1]
         context.shard_size = -(-length // group.size())
-        return all_gather(pad_to_multiple(x, -1, context.shard_size), -1, group).narrow(-1, 0, length)
+        return all_gather(pad_to_multiple(x, -1, context.shard_size), -1, group).narrow(
+            -1, 0, length
+        )
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        return gradient.narrow(-1, context.group.rank() * context.shard_size, context.size).contiguous(), None, None
+        return (
+            gradient.narrow(
+                -1, context.group.rank() * context.shard_size, context.size
+            ).contiguous(),
+            None,
+            None,
+        )
 
 
 def gather_out(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
@@ -340,7 +376,9 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     dim, ranks = dim % x.dim(), group.size()
     shape = (*x.shape[:dim], ranks, x.shape[dim] // ranks, *x.shape[dim + 1 :])
     pieces = x.reshape(shape).movedim(dim, 0).flatten(0, 1)
-    return _wait(OPERATORS.reduce_scatter_tensor(pieces.contiguous(), "sum", ranks, group.group_name))
+    return _wait(
+        OPERATORS.reduce_scatter_tensor(pieces.contiguous(), "sum", ranks, group.group_name)
+    )
 
 
 def _wait(pending: Tensor) -> Tensor:

@@ -43,7 +43,9 @@ class Consensus:
         self.doing = doing
         self.explain = explain
         self.is_single_process = (
-            single_process or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1
+            single_process
+            or not (dist.is_available() and dist.is_initialized())
+            or dist.get_world_size(group) == 1
         )
         self.rank = 0 if self.is_single_process else dist.get_rank(group)
         self.world = 1 if self.is_single_process else dist.get_world_size(group)
@@ -71,7 +73,9 @@ class Consensus:
                 dist.broadcast_object_list(results, src=self._source(), group=self.group)
         return self._values(path, local, results)[0]
 
-    def gather_then_scatter(self, path: Path, work: Callable[[], T], divide: Callable[[list[T]], list[R]]) -> R:
+    def gather_then_scatter(
+        self, path: Path, work: Callable[[], T], divide: Callable[[list[T]], list[R]]
+    ) -> R:
         """Do `work` on each rank, gather the results, `divide` them on rank 0, and scatter the parts: one for each."""
         worked = attempt(work)
         if self.is_single_process:
@@ -83,10 +87,14 @@ class Consensus:
         divided = Result()
         if gathered is not None:
             divided = attempt(lambda: divide(self._values(path, worked, gathered)))
-        parts = [Result([part]) for part in divided.value or ()] or [divided.picklable()] * self.world
+        parts = [Result([part]) for part in divided.value or ()] or [
+            divided.picklable()
+        ] * self.world
         received: list[Result[list[R]]] = [Result()]
         with self._peers_required(path):
-            dist.scatter_object_list(received, parts if self.is_rank0 else None, src=self._source(), group=self.group)
+            dist.scatter_object_list(
+                received, parts if self.is_rank0 else None, src=self._source(), group=self.group
+            )
         local: Result[Any] = worked if worked.failure else divided
         return self._values(path, local, received)[0][0]
 
@@ -104,11 +112,17 @@ class Consensus:
     def _values(self, path: Path, local: "Result[Any]", results: "list[Result[T]]") -> list[T]:
         if local.failure is not None and not isinstance(local.failure, Failure):
             raise local.failure
-        failures = [(rank, result.failure) for rank, result in enumerate(results) if result.failure is not None]
+        failures = [
+            (rank, result.failure)
+            for rank, result in enumerate(results)
+            if result.failure is not None
+        ]
         if not failures:
             return [cast(T, result.value) for result in results]
         if refusals := [failure for _, failure in failures if isinstance(failure, ConfigError)]:
-            refusal = ConfigError(dict.fromkeys(problem for error in refusals for problem in error.problems))
+            refusal = ConfigError(
+                dict.fromkeys(problem for error in refusals for problem in error.problems)
+            )
             refusal.same_on_all_ranks = True
             raise refusal from None
         rank, failure = failures[0]

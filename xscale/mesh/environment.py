@@ -47,14 +47,20 @@ def read_rank_info() -> RankInfo:
         text = os.environ.get(name, str(default))
         numbers.append(int(text) if _is_number(text) else default)
         if not _is_number(text):
-            problems.append(Problem(name, f"is {text[:SHOWN]!r}, which is no number of a rank or of ranks", FIX))
+            problems.append(
+                Problem(name, f"is {text[:SHOWN]!r}, which is no number of a rank or of ranks", FIX)
+            )
     rank, world, local_rank, local_world = numbers
     for name, number, of, count in (
         ("RANK", rank, "WORLD_SIZE", world),
         ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world),
     ):
         if not problems and number >= count:
-            problems.append(Problem(name, f"is {number}, and the ranks of {of}={count} are 0 to {count - 1}", FIX))
+            problems.append(
+                Problem(
+                    name, f"is {number}, and the ranks of {of}={count} are 0 to {count - 1}", FIX
+                )
+            )
     if problems:
         raise ConfigError(problems)
     return RankInfo(rank, world, local_rank, local_world)
@@ -73,7 +79,11 @@ def _is_number(text: str) -> bool:
 def rendezvous_to_serve() -> tuple[str, int] | None:
     """MASTER_ADDR and MASTER_PORT, where rank 0 listens; None without them, or where torchrun itself listens."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _is_number(port) or not address:
+    if (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        or not _is_number(port)
+        or not address
+    ):
         return None
     return address, int(port)
 
@@ -87,7 +97,9 @@ def check_rendezvous(world: int) -> None:
     """ConfigError unless MASTER_ADDR and MASTER_PORT say where the ranks of a world of this size meet."""
     problems = []
     if not os.environ.get("MASTER_ADDR"):
-        what = f"is not set, and RANK and WORLD_SIZE={world} say that this is one of several processes"
+        what = (
+            f"is not set, and RANK and WORLD_SIZE={world} say that this is one of several processes"
+        )
         problems.append(Problem("MASTER_ADDR", what, FIX))
     port = os.environ.get("MASTER_PORT", "")
     if not _is_number(port) or not 0 < int(port) < 2**16:
@@ -103,7 +115,9 @@ def is_in_terminal_of_srun() -> bool:
 
 
 def _is_task_of_slurm() -> bool:
-    return "SLURM_STEP_NUM_TASKS" in os.environ and os.environ.get("SLURM_PROCID") == os.environ.get("RANK")
+    return "SLURM_STEP_NUM_TASKS" in os.environ and os.environ.get(
+        "SLURM_PROCID"
+    ) == os.environ.get("RANK")
 
 
 def why_ranks_are_missing(world: int) -> str:

@@ -47,11 +47,15 @@ class FlatShard:
     def view(self, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """View of the box at `offset` of the full tensor, which is one of `boxes` or some of its rows."""
         strides = [math.prod(self.box[dim + 1 :]) for dim in range(len(self.box))]
-        at = sum((a - b) * stride for a, b, stride in zip(offset, self.offset, strides, strict=True))
+        at = sum(
+            (a - b) * stride for a, b, stride in zip(offset, self.offset, strides, strict=True)
+        )
         return self.local.narrow(0, at - self.first, math.prod(sizes)).view(tuple(sizes))
 
 
-def boxes_of(first: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def boxes_of(
+    first: int, end: int, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield offset and sizes of the boxes that cover elements [first, end) of a tensor of `shape`, in order."""
     if first >= end:
         return

@@ -42,7 +42,10 @@ class CollectiveRecord:
 def collective_records() -> list[CollectiveRecord]:
     """Return the recorded collectives and messages, oldest first: the last 2000, or TORCH_FR_BUFFER_SIZE."""
     recorded = dump()
-    return [_record_of(entry) for entry in (pickle.loads(recorded).get("entries", []) if recorded else [])]
+    return [
+        _record_of(entry)
+        for entry in (pickle.loads(recorded).get("entries", []) if recorded else [])
+    ]
 
 
 def dump() -> bytes:
@@ -57,7 +60,9 @@ def dump() -> bytes:
 
 def is_lost_rank(error: Exception) -> bool:
     """Whether an exception means that another rank could not be reached."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
 
 
 def _record_of(entry: dict[str, object]) -> CollectiveRecord:
@@ -70,7 +75,9 @@ def _record_of(entry: dict[str, object]) -> CollectiveRecord:
     seconds = time.time() - int(str(entry["time_created_ns"])) / 1e9
     number = int(str(entry["p2p_seq_id" if is_message else "collective_seq_id"]))
     name = _message_name(name, ranks) if is_message else name
-    return CollectiveRecord(name, group[0], ranks, number, over, _call_site(entry), seconds, is_message)
+    return CollectiveRecord(
+        name, group[0], ranks, number, over, _call_site(entry), seconds, is_message
+    )
 
 
 def _message_name(name: str, ranks: tuple[int, ...]) -> str:

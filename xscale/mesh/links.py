@@ -20,7 +20,9 @@ def round_robin_pairs(count: int) -> list[list[tuple[int, int]]]:
     ring = list(range(count + count % 2))
     schedule = []
     for _ in range(len(ring) - 1):
-        pairs = [(min(pair), max(pair)) for pair in zip(ring, reversed(ring), strict=True)][: len(ring) // 2]
+        pairs = [(min(pair), max(pair)) for pair in zip(ring, reversed(ring), strict=True)][
+            : len(ring) // 2
+        ]
         schedule.append([pair for pair in pairs if pair[1] < count])
         ring[1:] = [ring[-1], *ring[1:-1]]
     return schedule
@@ -34,7 +36,11 @@ def measure_links(
     `name` is the name of this node. No round starts after `seconds`. FaultError names a pair whose all-reduce fails.
     """
     cuda = torch.cuda.is_available()
-    backend, device = ("nccl", torch.device("cuda", rank_info.local_rank)) if cuda else ("gloo", torch.device("cpu"))
+    backend, device = (
+        ("nccl", torch.device("cuda", rank_info.local_rank))
+        if cuda
+        else ("gloo", torch.device("cpu"))
+    )
     timeout = datetime.timedelta(seconds=timeout_seconds)
     init_process_group(rank_info, "gloo", timeout)
     try:
@@ -58,12 +64,23 @@ def measure_links(
             speeds += [results[first][0] for first, _ in pairs]
             if results[0][1] > seconds:
                 break
-        return {"backend": backend, "bytes": size, "nodes": names, "gigabytes_per_second": sorted(speeds)}
+        return {
+            "backend": backend,
+            "bytes": size,
+            "nodes": names,
+            "gigabytes_per_second": sorted(speeds),
+        }
     finally:
         leave_process_group()
 
 
-def _speed(pair: tuple[int, int], backend: str, device: torch.device, size: int, timeout: datetime.timedelta) -> float:
+def _speed(
+    pair: tuple[int, int],
+    backend: str,
+    device: torch.device,
+    size: int,
+    timeout: datetime.timedelta,
+) -> float:
     """Measure GB/s between this rank and its partner."""
     tensor = torch.ones(size // 4, device=device)
     best = float("inf")

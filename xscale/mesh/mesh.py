@@ -31,7 +31,11 @@ from xscale.mesh.rendezvous import (
     leave_last,
     open_store,
 )
-from xscale.mesh.torch_private import _abort_process_group, _get_default_store, _resolve_process_group
+from xscale.mesh.torch_private import (
+    _abort_process_group,
+    _get_default_store,
+    _resolve_process_group,
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,9 @@ def init_mesh(
     if rank_info.is_single_process:
         return Mesh(rank_info, degrees, device)
     timeout = datetime.timedelta(seconds=timeout_seconds + COLLECTIVE_GRACE_SECONDS)
-    io_timeout = timeout if io_timeout_seconds is None else datetime.timedelta(seconds=io_timeout_seconds)
+    io_timeout = (
+        timeout if io_timeout_seconds is None else datetime.timedelta(seconds=io_timeout_seconds)
+    )
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -108,14 +114,25 @@ def create_communicators(mesh: Mesh) -> None:
     one in something else. And a network that does not work is found before the model is built.
     """
     layouts = (mesh.dense, mesh.experts, mesh.replicas, mesh.expert_replicas)
-    groups = [layout[axis].get_group() for layout in layouts if layout for axis in layout.mesh_dim_names or ()]
-    groups += [group for group in (mesh.context, mesh.pp_forward, mesh.pp_backward) if group is not None]
-    for group in {group.group_name: group for group in (dist.group.WORLD, *groups) if group is not None}.values():
+    groups = [
+        layout[axis].get_group()
+        for layout in layouts
+        if layout
+        for axis in layout.mesh_dim_names or ()
+    ]
+    groups += [
+        group for group in (mesh.context, mesh.pp_forward, mesh.pp_backward) if group is not None
+    ]
+    for group in {
+        group.group_name: group for group in (dist.group.WORLD, *groups) if group is not None
+    }.values():
         if group.size() > 1:
             dist.all_reduce(torch.zeros(1, device=mesh.device), group=group)
 
 
-def init_process_group(rank_info: RankInfo, backend: str, timeout: datetime.timedelta, gpu: str | None = None) -> None:
+def init_process_group(
+    rank_info: RankInfo, backend: str, timeout: datetime.timedelta, gpu: str | None = None
+) -> None:
     """Join the process group of all ranks, at MASTER_ADDR and MASTER_PORT.
 
     `gpu`: name of the GPU that this rank alone uses. ConfigError when the port is in use, or the GPU by another rank.
@@ -130,7 +147,9 @@ def init_process_group(rank_info: RankInfo, backend: str, timeout: datetime.time
         attempt = attempt_store(store, rank, world, timeout, says=rank_info.local_rank == 0)
         if gpu is not None:
             claim_gpu(attempt, gpu)
-        dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(
+            backend, store=attempt, rank=rank, world_size=world, timeout=timeout
+        )
     except (dist.DistNetworkError, RuntimeError, OSError) as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise
@@ -139,7 +158,9 @@ def init_process_group(rank_info: RankInfo, backend: str, timeout: datetime.time
 
 
 @contextlib.contextmanager
-def temporary_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta) -> Iterator[dist.ProcessGroup]:
+def temporary_group(
+    ranks: Sequence[int], backend: str, timeout: datetime.timedelta
+) -> Iterator[dist.ProcessGroup]:
     """Create a group of some ranks, by these ranks only, and destroy it at the end of the block.
 
     Torch names such a group by its ranks and by how many groups there are, so that two ranks agree on the name only if
@@ -173,7 +194,9 @@ def fake_mesh(rank_info: RankInfo, degrees: Degrees) -> Iterator[Mesh]:
     if rank_info.is_single_process:
         yield Mesh(rank_info, degrees, device)
         return
-    dist.init_process_group("fake", rank=rank_info.rank, world_size=rank_info.world, store=FakeStore())
+    dist.init_process_group(
+        "fake", rank=rank_info.rank, world_size=rank_info.world, store=FakeStore()
+    )
     try:
         yield build_mesh(rank_info, degrees, device, timeout, "fake")
     finally:
@@ -204,8 +227,12 @@ def build_mesh(
     context = groups.new_group(degrees.groups_along("cp"), "context") if degrees.cp > 1 else None
     pp_forward = pp_backward = None
     if degrees.pp > 1:
-        pp_forward, pp_backward = (groups.new_group(degrees.groups_along("pp"), way) for way in ("forward", "backward"))
-    return Mesh(rank_info, degrees, device, *meshes, background, context, timeout, pp_forward, pp_backward)
+        pp_forward, pp_backward = (
+            groups.new_group(degrees.groups_along("pp"), way) for way in ("forward", "backward")
+        )
+    return Mesh(
+        rank_info, degrees, device, *meshes, background, context, timeout, pp_forward, pp_backward
+    )
 
 
 SHARED_GROUPS = {"expert_shard": "dp_shard"}
@@ -230,7 +257,9 @@ class _AxisGroups:
     def mesh(self, device: str, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh:
         """Build a DeviceMesh of all ranks with a group for each axis."""
         groups = [
-            self._group_of(grid.movedim(dim, -1).flatten(0, -2).tolist(), SHARED_GROUPS.get(name, name))
+            self._group_of(
+                grid.movedim(dim, -1).flatten(0, -2).tolist(), SHARED_GROUPS.get(name, name)
+            )
             for dim, name in enumerate(names)
         ]
         return DeviceMesh.from_group(groups, device, grid, mesh_dim_names=names)
@@ -265,8 +294,14 @@ def rank_grids(degrees: Degrees) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ep = degrees.ep
     shards = torch.tensor(degrees.groups_along("dp_shard", "cp")).view(pp, dp_replicate, tp, -1)
     dense = shards.transpose(2, 3).unsqueeze(3)
-    folded = shards if degrees.tp_in_experts else torch.tensor(degrees.groups_along("dp_shard", "cp", "tp"))
-    experts = folded.view(pp, dp_replicate, degrees.expert_tp, degrees.expert_shard, ep).permute(0, 1, 3, 4, 2)
+    folded = (
+        shards
+        if degrees.tp_in_experts
+        else torch.tensor(degrees.groups_along("dp_shard", "cp", "tp"))
+    )
+    experts = folded.view(pp, dp_replicate, degrees.expert_tp, degrees.expert_shard, ep).permute(
+        0, 1, 3, 4, 2
+    )
     every = torch.tensor(degrees.groups_along("dp_replicate", "dp_shard", "cp")).view(pp, tp, -1)
     replicas = every.transpose(1, 2)[:, :, None, None]
     joint = experts.flatten(1, 2).sort(1).values
@@ -289,7 +324,11 @@ def leave_process_group(*, failed: bool = False) -> None:
     if not dist.is_initialized():
         return
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = _get_default_store() if rendezvous_to_serve() is not None and dist.get_backend() != "fake" else None
+    store = (
+        _get_default_store()
+        if rendezvous_to_serve() is not None and dist.get_backend() != "fake"
+        else None
+    )
     dist.destroy_process_group()
     if store is None:
         return
@@ -356,7 +395,10 @@ def groups_of(mesh: Mesh) -> dict[str, RankGroup]:
     groups: list[tuple[str, dist.ProcessGroup]] = []
     for layout in (mesh.dense, mesh.experts, mesh.replicas, mesh.expert_replicas):
         if layout is not None:
-            groups += [(AXIS_NAMES.get(axis, axis), layout[axis].get_group()) for axis in layout.mesh_dim_names or ()]
+            groups += [
+                (AXIS_NAMES.get(axis, axis), layout[axis].get_group())
+                for axis in layout.mesh_dim_names or ()
+            ]
     for axis, pp_or_cp in (("cp", mesh.context), ("pp", mesh.pp_forward), ("pp", mesh.pp_backward)):
         groups += [(axis, pp_or_cp)] if pp_or_cp is not None else []
     for axis, group in groups:
@@ -366,14 +408,18 @@ def groups_of(mesh: Mesh) -> dict[str, RankGroup]:
     if dist.is_initialized():
         everyone = dist.group.WORLD
         assert everyone is not None
-        by_name.setdefault(everyone.group_name, RankGroup(("all",), tuple(range(mesh.degrees.world))))
+        by_name.setdefault(
+            everyone.group_name, RankGroup(("all",), tuple(range(mesh.degrees.world)))
+        )
     return by_name
 
 
 def group_of_collective(arguments: Sequence[Any]) -> tuple[str, int]:
     """Return name and size of the group in the arguments of a collective operator."""
     for argument in arguments:
-        if isinstance(argument, torch.ScriptObject) and str(argument._type()).endswith(".ProcessGroup"):
+        if isinstance(argument, torch.ScriptObject) and str(argument._type()).endswith(
+            ".ProcessGroup"
+        ):
             group = dist.ProcessGroup.unbox(argument)
             return group.group_name, group.size()
     name = next(argument for argument in reversed(arguments) if isinstance(argument, str))

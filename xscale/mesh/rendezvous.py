@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 
 from xscale.core.errors import ConfigError, FaultError
-from xscale.mesh.environment import RankInfo, meeting_place, rendezvous_to_serve, why_ranks_are_missing
+from xscale.mesh.environment import (
+    RankInfo,
+    meeting_place,
+    rendezvous_to_serve,
+    why_ranks_are_missing,
+)
 from xscale.mesh.torch_private import PrefixStore, Store
 
 POLL_SECONDS, LONGEST_POLL_SECONDS = 0.05, 1.0
@@ -69,11 +74,15 @@ def _connected_store(rank: int, world: int, timeout: timedelta) -> Store:
     with listener or contextlib.nullcontext():
         descriptor = None if listener is None else listener.detach()
         return dist.TCPStore(  # type: ignore[attr-defined]
-            *(*address, world, rank == 0, timeout, False), multi_tenant=True, master_listen_fd=descriptor
+            *(*address, world, rank == 0, timeout, False),
+            multi_tenant=True,
+            master_listen_fd=descriptor,
         )
 
 
-def attempt_store(store: Store, rank: int, world: int, timeout: timedelta, *, says: bool = True) -> Store:
+def attempt_store(
+    store: Store, rank: int, world: int, timeout: timedelta, *, says: bool = True
+) -> Store:
     """Return a prefix of the store that only this attempt uses. Collective; FaultError when a rank is missing.
 
     With `says` a rank that waits long says so in a line, rank 0 always.
@@ -89,7 +98,12 @@ def attempt_store(store: Store, rank: int, world: int, timeout: timedelta, *, sa
         store.set("attempt", token)
         keys = {other: f"{token}/{other}" for other in range(1, world)}
         missing = wait_for_keys(
-            store, keys, timeout.total_seconds(), SAY_SECONDS, "to start", why_ranks_are_missing(world)
+            store,
+            keys,
+            timeout.total_seconds(),
+            SAY_SECONDS,
+            "to start",
+            why_ranks_are_missing(world),
         )
         if missing:
             what = f"{names_of(missing)} of {world} did not start within {timeout.total_seconds():.0f} s"
@@ -102,7 +116,9 @@ def attempt_store(store: Store, rank: int, world: int, timeout: timedelta, *, sa
         if store.check(["attempt"]):
             attempt = store.get("attempt").decode()
             store.set(f"{attempt}/{rank}", token)
-            if store.check([f"{attempt}/closed"]) and token in store.get(f"{attempt}/closed").decode().split(","):
+            if store.check([f"{attempt}/closed"]) and token in store.get(
+                f"{attempt}/closed"
+            ).decode().split(","):
                 return PrefixStore(attempt, store)
         if waited > SAY_SECONDS and not said:
             said = True
@@ -115,7 +131,12 @@ def attempt_store(store: Store, rank: int, world: int, timeout: timedelta, *, sa
 
 
 def wait_for_keys(
-    store: Store, keys: Mapping[int, str], seconds: float, say_after: float, until: str, why: str = ""
+    store: Store,
+    keys: Mapping[int, str],
+    seconds: float,
+    say_after: float,
+    until: str,
+    why: str = "",
 ) -> list[int]:
     """Wait until the store has the key of each rank; return the ranks whose key is missing after `seconds`.
 
@@ -164,7 +185,9 @@ def claim_gpu(store: Store, gpu: str) -> None:
     """
     if store.add(f"gpu/{gpu}", 1) > 1:
         fix = "Give each process a GPU: torchrun --nproc-per-node with no more than there are, srun --gpus-per-task=1."
-        raise ConfigError("run.device", f"another process of this run computes on the same GPU ({gpu})", fix)
+        raise ConfigError(
+            "run.device", f"another process of this run computes on the same GPU ({gpu})", fix
+        )
 
 
 def listener_of_store(name: str, port: int) -> socket.socket | None:
@@ -206,5 +229,11 @@ def announce_leaving(store: Store, rank: int) -> None:
 def leave_last(store: Store, world: int, seconds: float) -> None:
     """Wait, in the process that has the store, until no other rank uses it; say so where one does not come."""
     keys = {other: f"left/{other}" for other in range(1, world)}
-    if missing := wait_for_keys(store, keys, seconds, LEAVE_SAY_SECONDS, "to end, since it holds their store"):
-        print(f"xscale: rank 0 ends without {names_of(missing)}, after {seconds:.0f} s", file=sys.stderr, flush=True)
+    if missing := wait_for_keys(
+        store, keys, seconds, LEAVE_SAY_SECONDS, "to end, since it holds their store"
+    ):
+        print(
+            f"xscale: rank 0 ends without {names_of(missing)}, after {seconds:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -15,8 +15,12 @@ from torch import nn
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
-    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
-    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException as DataDependentOutputException,
+    )
+    from torch._subclasses.fake_tensor import (
+        DynamicOutputShapeException as DynamicOutputShapeException,
+    )
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.distributed.checkpoint.filesystem import _StorageInfo as _StorageInfo
@@ -128,7 +132,9 @@ def node_outlives_graph() -> bool:
     return torch.__version__ >= "2.13"  # TorchVersion compares numbers
 
 
-def rank_operations(schedule: Any, pp: int, stages_per_rank: int, micro_batches: int) -> list[list[Any]]:
+def rank_operations(
+    schedule: Any, pp: int, stages_per_rank: int, micro_batches: int
+) -> list[list[Any]]:
     """Return the actions of each rank in a schedule class of torch.distributed.pipelining, without making stages."""
     from types import SimpleNamespace
 

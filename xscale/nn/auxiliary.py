@@ -19,7 +19,9 @@ class _Attach(torch.autograd.Function):
 
 
 def mean_over_text(
-    values: Tensor, real: Tensor | None, sum_over_sequence: Callable[[Tensor], Tensor] = lambda sums: sums
+    values: Tensor,
+    real: Tensor | None,
+    sum_over_sequence: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Tensor:
     """Mean of values [B, ..., T] over the tokens that are no padding, `real` [B, T]; None: all are.
 
@@ -29,7 +31,10 @@ def mean_over_text(
         return values.mean()
     weights = real.view(len(real), *(1,) * (values.ndim - 2), -1)
     # Not a product: what stands at padding may be no number.
-    total, count = values.where(weights, 0.0).sum(), (real.sum() * (values.numel() // real.numel())).to(values.dtype)
+    total, count = (
+        values.where(weights, 0.0).sum(),
+        (real.sum() * (values.numel() // real.numel())).to(values.dtype),
+    )
     return sum_over_sequence(total) / sum_over_sequence(count)
 
 

@@ -71,7 +71,9 @@ class InnerStates(Protocol):
         """Get x [B, T, D], the output of block `layer`, or for -1 the input of the first."""
         ...
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, mask: Any, o: Tensor, tokens: Any) -> Tensor:
+    def attention(
+        self, layer: int, q: Tensor, k: Tensor, mask: Any, o: Tensor, tokens: Any
+    ) -> Tensor:
         """Get q [B, H, T, K] and k [B, G, S, K] of block `layer`; return o [B, H, T, K], its heads' outputs."""
         ...
 

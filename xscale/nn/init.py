@@ -13,7 +13,9 @@ from torch import Tensor
 class Init:
     """How a parameter is initialised."""
 
-    kind: Literal["normal", "zeros", "ones", "constant", "uniform", "values", "log_of_uniform", "step_bias"] = "normal"
+    kind: Literal[
+        "normal", "zeros", "ones", "constant", "uniform", "values", "log_of_uniform", "step_bias"
+    ] = "normal"
     std: float = 0.02
     """Standard deviation of the normal; it is truncated at three of them."""
     value: float = 0.0
@@ -46,11 +48,15 @@ def seed_of(seed: int, *names: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def draw(init: Init, shape: tuple[int, ...], seed: int, name: str, rows: range | None = None) -> Tensor:
+def draw(
+    init: Init, shape: tuple[int, ...], seed: int, name: str, rows: range | None = None
+) -> Tensor:
     """Initial value of the parameter `name` of global `shape`, float32 on the CPU; only `rows` of the first axis."""
     rows = range(shape[0]) if rows is None else rows
     if init.copy_of is not None:
-        name = ".".join(init.copy_of[1] if part == init.copy_of[0] else part for part in name.split("."))
+        name = ".".join(
+            init.copy_of[1] if part == init.copy_of[0] else part for part in name.split(".")
+        )
     if init.kind == "zeros":
         return torch.zeros(len(rows), *shape[1:])
     if init.kind == "ones":
@@ -60,7 +66,11 @@ def draw(init: Init, shape: tuple[int, ...], seed: int, name: str, rows: range |
     if init.kind == "values":
         values = torch.tensor(init.values, device="cpu")
         # A vector has its rows along the last axis.
-        return (values[rows.start : rows.stop] if len(shape) == 1 else values.expand(len(rows), *shape[1:])).clone()
+        return (
+            values[rows.start : rows.stop]
+            if len(shape) == 1
+            else values.expand(len(rows), *shape[1:])
+        ).clone()
     if init.kind in ("uniform", "log_of_uniform", "step_bias"):
         return _uniform(init, shape, seed_of(seed, name))[rows.start : rows.stop].clone()
     if init.slices and not rows:
@@ -78,7 +88,9 @@ def _uniform(init: Init, shape: tuple[int, ...], seed: int) -> Tensor:
     if init.kind == "step_bias":
         low, high = math.log(low), math.log(high)
     generator = torch.Generator().manual_seed(seed)
-    uniform = torch.empty(shape, device="cpu", dtype=torch.float32).uniform_(low, high, generator=generator)
+    uniform = torch.empty(shape, device="cpu", dtype=torch.float32).uniform_(
+        low, high, generator=generator
+    )
     if init.kind == "log_of_uniform":
         return uniform.log()
     if init.kind == "step_bias":
@@ -87,20 +99,28 @@ def _uniform(init: Init, shape: tuple[int, ...], seed: int) -> Tensor:
     return uniform
 
 
-def _normal_in_streams(std: float, shape: tuple[int, ...], seed: tuple[int, str], rows: range) -> Tensor:
+def _normal_in_streams(
+    std: float, shape: tuple[int, ...], seed: tuple[int, str], rows: range
+) -> Tensor:
     """Rows of a large parameter: a rank skips numbers of two streams at most, whichever of many shards it draws."""
     size = -(-STREAM // math.prod(shape[1:]))
     value = torch.empty(len(rows), *shape[1:], device="cpu", dtype=torch.float32)
     for first in range(rows.start // size * size, rows.stop, size):
         stream_shape = (min(size, shape[0] - first), *shape[1:])
         start, stop = max(rows.start, first), min(rows.stop, first + size)
-        drawn = _normal_rows(std, stream_shape, seed_of(*seed, first), range(start - first, stop - first))
+        drawn = _normal_rows(
+            std, stream_shape, seed_of(*seed, first), range(start - first, stop - first)
+        )
         value[start - rows.start : stop - rows.start] = drawn
     return value
 
 
 def _normal(std: float, shape: tuple[int, ...], seed: int) -> Tensor:
-    return _truncated(torch.empty(shape, device="cpu", dtype=torch.float32), std, torch.Generator().manual_seed(seed))
+    return _truncated(
+        torch.empty(shape, device="cpu", dtype=torch.float32),
+        std,
+        torch.Generator().manual_seed(seed),
+    )
 
 
 def _normal_rows(std: float, shape: tuple[int, ...], seed: int, rows: range) -> Tensor:
@@ -112,10 +132,15 @@ def _normal_rows(std: float, shape: tuple[int, ...], seed: int, rows: range) -> 
     if total % DRAWN_TOGETHER or len(rows) in (0, shape[0]):
         return _normal(std, shape, seed)[rows.start : rows.stop]
     start, stop = rows.start * row, rows.stop * row
-    first, end = start // DRAWN_TOGETHER * DRAWN_TOGETHER, -(-stop // DRAWN_TOGETHER) * DRAWN_TOGETHER
+    first, end = (
+        start // DRAWN_TOGETHER * DRAWN_TOGETHER,
+        -(-stop // DRAWN_TOGETHER) * DRAWN_TOGETHER,
+    )
     generator = torch.Generator().manual_seed(seed)
     for skipped in range(0, first, SKIPPED_TOGETHER):
-        skipped_numbers = torch.empty(min(SKIPPED_TOGETHER, first - skipped), device="cpu", dtype=torch.float32)
+        skipped_numbers = torch.empty(
+            min(SKIPPED_TOGETHER, first - skipped), device="cpu", dtype=torch.float32
+        )
         skipped_numbers.uniform_(generator=generator)
     value = _truncated(torch.empty(end - first, device="cpu", dtype=torch.float32), std, generator)
     return value[start - first : stop - first].view(len(rows), *shape[1:])

@@ -20,7 +20,9 @@ class Linear(Module):
     lora: Module | None
     """LoRA of the map, `xscale.nn.adapt.lora.Lora`, whose output is added; None: there is none."""
 
-    def __init__(self, inputs: int, outputs: int, axes: tuple[Axis, Axis], init: Init, *, bias: bool = False) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, axes: tuple[Axis, Axis], init: Init, *, bias: bool = False
+    ) -> None:
         """`axes` names the weight's dims: (outputs, inputs)."""
         super().__init__()
         self.lora = None

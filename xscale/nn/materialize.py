@@ -19,7 +19,9 @@ def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], nn.
             setattr(module, name, replaced[id(parameter)])
 
 
-def materialize(model: nn.Module, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+def materialize(
+    model: nn.Module, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> None:
     """Allocate and initialise every parameter of a model built on meta, on one device."""
     inits = {name: init for name, _, init in parameter_inits(model)}
 

@@ -27,7 +27,9 @@ def seams_of(module: object) -> dict[str, Role]:
     declared: dict[str, Role | None] = {}
     for owner in reversed(type(module).__mro__):
         seams = vars(owner).get("seams", {})
-        assert isinstance(seams, Mapping), f"{owner.__qualname__} gives its seams no roles (xscale.nn.roles): {seams}"
+        assert isinstance(seams, Mapping), (
+            f"{owner.__qualname__} gives its seams no roles (xscale.nn.roles): {seams}"
+        )
         declared |= seams
     return {seam: role for seam, role in declared.items() if role is not None}
 
@@ -187,7 +189,9 @@ def unmet_needs(model: nn.Module, settings: Any) -> Iterator[Problem]:
     reasons: set[tuple[str, str]] = set()
     for path, module in model.named_modules():
         for need in module.needs() if isinstance(module, Module) else ():
-            if (need.key, need.why) not in reasons and hasattr(settings, need.key.partition(".")[0]):
+            if (need.key, need.why) not in reasons and hasattr(
+                settings, need.key.partition(".")[0]
+            ):
                 reasons.add((need.key, need.why))
                 yield from need.problems(settings, f"model.{path}")
 

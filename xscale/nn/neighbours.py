@@ -35,7 +35,9 @@ class NeighbourReader(Module):
         past = x.new_zeros(len(x), self.left, x.shape[2])
         if tokens.forward.cache is not None:
             past = tokens.forward.cache.get(self.path, past)
-            tokens.forward.cache[self.path] = torch.cat((past, x), 1).narrow(1, x.shape[1], self.left).clone()
+            tokens.forward.cache[self.path] = (
+                torch.cat((past, x), 1).narrow(1, x.shape[1], self.left).clone()
+            )
         documents = tokens.documents
         if documents is not None:
             documents = F.pad(documents, (self.left, self.right), value=-1)

@@ -31,7 +31,10 @@ class WeightWriter:
 
         The tensors in `full` have its full shape; `function` gets them in its dtype, on its device and in its layout.
         """
-        values = [self.shard_like(value.to(parameter.device, parameter.dtype), parameter) for value in full]
+        values = [
+            self.shard_like(value.to(parameter.device, parameter.dtype), parameter)
+            for value in full
+        ]
         parameter.copy_(function(parameter.detach(), *values))
 
     def shard_like(self, full: Tensor, parameter: Tensor) -> Tensor:
@@ -50,7 +53,9 @@ class PostStepState:
 
 
 @torch.no_grad()
-def update_non_gradient_state(model: nn.Module, means: dict[str, Tensor], weights: WeightWriter | None = None) -> None:
+def update_non_gradient_state(
+    model: nn.Module, means: dict[str, Tensor], weights: WeightWriter | None = None
+) -> None:
     """Call `update_state` of all modules that have some, after an optimizer step.
 
     `means` are the statistics of the whole optimizer step over all ranks, the same on every rank. `weights` writes

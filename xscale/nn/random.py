@@ -45,7 +45,9 @@ class RandomNumbers:
     sequence, whose axis is "tokens", needs them.
     """
 
-    def draw(self, make: Make, shape: Shape, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
+    def draw(
+        self, make: Make, shape: Shape, dims: tuple[Axis, ...], tokens: Tokens | None = None
+    ) -> Tensor:
         """`make(shape)`. Where one of `dims` is sharded: this rank's slice of `make` at the global shape."""
         return make(shape)
 
@@ -64,37 +66,59 @@ class RandomNumbers:
     ) -> Tensor:
         """Uniform numbers in [low, high) on the device of `like`; shape and dtype are those of `like` unless given."""
         shape = tuple(like.shape) if shape is None else shape
-        return self.draw(lambda size: like.new_empty(size, dtype=dtype).uniform_(low, high), shape, dims)
+        return self.draw(
+            lambda size: like.new_empty(size, dtype=dtype).uniform_(low, high), shape, dims
+        )
 
     def normal(self, like: Tensor, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
         """Standard normal numbers with shape, dtype and device of `like`."""
-        return self.draw(lambda size: like.new_empty(size).normal_(), tuple(like.shape), dims, tokens)
+        return self.draw(
+            lambda size: like.new_empty(size).normal_(), tuple(like.shape), dims, tokens
+        )
 
     def gumbel(self, like: Tensor, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
         """Gumbel noise, -log(-log u), with shape, dtype and device of `like`."""
-        return self.draw(lambda size: -like.new_empty(size).exponential_().log(), tuple(like.shape), dims, tokens)
+        return self.draw(
+            lambda size: -like.new_empty(size).exponential_().log(), tuple(like.shape), dims, tokens
+        )
 
     def integer(self, high: int, device: torch.device | str = "cpu") -> Tensor:
         """One integer in [0, high), int64 []: the same on all ranks of a layout, so fit to seed what they share."""
         return torch.randint(high, (), device=device)
 
-    def integers(self, high: int, shape: Shape, dims: tuple[Axis, ...], device: torch.device) -> Tensor:
+    def integers(
+        self, high: int, shape: Shape, dims: tuple[Axis, ...], device: torch.device
+    ) -> Tensor:
         """Integers in [0, high), int64 of this shape."""
         return self.draw(lambda size: torch.randint(high, size, device=device), shape, dims)
 
-    def dropout(self, x: Tensor, p: float, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
+    def dropout(
+        self, x: Tensor, p: float, dims: tuple[Axis, ...], tokens: Tokens | None = None
+    ) -> Tensor:
         """Set each element to 0 with probability `p`, and divide the others by 1 - p."""
         # torch draws in the order of memory, which must be that of the dims to be sliced.
         return F.dropout(x.contiguous(), p) if p else x
 
     def dropout_add(
-        self, x: Tensor, residual: Tensor, p: float, tokens: Tokens, implementation: str | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        p: float,
+        tokens: Tokens,
+        implementation: str | None = None,
     ) -> Tensor:
         """residual + dropout(x, p), all [B, T, D], by the kernel `bias_dropout_residual`."""
         return bias_dropout_residual(x, residual, p=p, implementation=implementation)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, p: float, *, attn_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        p: float,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         """Dot-product attention with dropout of the weights: q [B, H, T, K], k and v [B, G, S, K] -> [B, H, T, K].
 

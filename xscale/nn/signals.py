@@ -90,4 +90,6 @@ def former_field(name: str) -> str | None:
     if path is None:
         return None
     module, _, signal = path.rpartition(".")
-    return f"`{name}` is a signal of its part now: tokens.get({signal}), with {signal} from {module}"
+    return (
+        f"`{name}` is a signal of its part now: tokens.get({signal}), with {signal} from {module}"
+    )

@@ -25,7 +25,14 @@ class Simplex(Module, PostStepState):
 
     def needs(self) -> list[KeyNeed]:
         why = f"{self.path}.weight is projected onto the simplex after each step, and DeepSpeed keeps its own copy"
-        return [KeyNeed("parallel.zero.engine", ("torch",), why, (("model.stack.block.mixer.kind", "attention"),))]
+        return [
+            KeyNeed(
+                "parallel.zero.engine",
+                ("torch",),
+                why,
+                (("model.stack.block.mixer.kind", "attention"),),
+            )
+        ]
 
     def forward(self) -> Tensor:
         """Return the vector [N]."""

@@ -40,7 +40,9 @@ class SharedValues:
         """
         if key not in self._values:
             value = compute()
-            assert not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in _tensors_of(value)), (
+            assert not torch.is_grad_enabled() or not any(
+                tensor.requires_grad for tensor in _tensors_of(value)
+            ), (
                 f"the shared value {key} requires grad, and the rank's pipeline stages would share its graph"
             )
             self._values[key] = value
@@ -148,7 +150,9 @@ class Tokens:
         """Return the tokens of each sample without its padding, read once for all blocks."""
         padding = self.any_padding()
         assert padding is not None
-        lengths: list[int] = self.shared_values.get_or_compute("sample_lengths", lambda: (~padding).sum(1).tolist())
+        lengths: list[int] = self.shared_values.get_or_compute(
+            "sample_lengths", lambda: (~padding).sum(1).tolist()
+        )
         return lengths
 
     def without_padding(self, samples: Tensor, length: int) -> "Tokens":
@@ -158,7 +162,11 @@ class Tokens:
             value = about.select(value, (TOKENS, KEYS, TARGETS), slice(length))
             return about.select(value, (BATCH,), samples)
 
-        changes: dict[str, Any] = {"padding": None, "documents": None, "shared_values": SharedValues()}
+        changes: dict[str, Any] = {
+            "padding": None,
+            "documents": None,
+            "shared_values": SharedValues(),
+        }
         return self.map_fields(cut, **changes)
 
     @staticmethod
@@ -202,7 +210,9 @@ class Tokens:
         """Prepend `count` positions without token ids (global tokens); they count from 0, and the text after them."""
         if not count:
             return self
-        assert self.documents is None or self.padding is not None, "a global token belongs to no document"
+        assert self.documents is None or self.padding is not None, (
+            "a global token belongs to no document"
+        )
         places = torch.arange(count, device=self.ids.device).expand(len(self.ids), -1)
         return self.map_fields(
             lambda value, about: about.prepend(value, (TOKENS, KEYS), count),
@@ -219,8 +229,15 @@ class Tokens:
     def to(self, device: torch.device) -> "Tokens":
         """Copy to a device. The spans of documents that go to a GPU are found before, or the host would wait there."""
         documents = self.documents
-        if documents is not None and documents.is_cpu and device.type == "cuda" and documents.numel():
-            self.shared_values.get_or_compute("document_spans", lambda: find_document_spans(documents).to(device))
+        if (
+            documents is not None
+            and documents.is_cpu
+            and device.type == "cuda"
+            and documents.numel()
+        ):
+            self.shared_values.get_or_compute(
+                "document_spans", lambda: find_document_spans(documents).to(device)
+            )
         padding = self.any_padding()
         if padding is not None and padding.is_cpu:
             self.sample_lengths()
@@ -256,7 +273,9 @@ class Tokens:
             value = getattr(self, attribute.name)
             if "axes" in attribute.metadata and value is not None and attribute.name not in changes:
                 changes[attribute.name] = function(value, attribute.metadata["axes"])
-        carried = {key: (about, function(value, about)) for key, (about, value) in self.carried.items()}
+        carried = {
+            key: (about, function(value, about)) for key, (about, value) in self.carried.items()
+        }
         return replace(self, carried=carried, **changes)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], **changes: Any) -> Self:

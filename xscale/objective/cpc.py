@@ -48,7 +48,9 @@ class Cpc(Masked):
         twice = f"'{config.kind}' runs the model twice in a forward, "
         return [
             *super().needs(config),
-            KeyNeed("parallel.zero.engine", ("torch",), f"{twice}which is for the engine torch alone"),
+            KeyNeed(
+                "parallel.zero.engine", ("torch",), f"{twice}which is for the engine torch alone"
+            ),
             KeyNeed(
                 "distill",
                 (None,),
@@ -58,21 +60,29 @@ class Cpc(Masked):
         ]
 
     @classmethod
-    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Config, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         problems = super().check(config, specials, length, path)
         if cls.sentences(config, length) < 2:
             what = f"a sample of {length} tokens has fewer than two sentences of {config.sentence_length}"
             problems.append(at_most(f"{path}.sentence_length", what, length // 2))
         return problems
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         length, ids = self.config.sentence_length, tokens[:, :-1]  # [B, T]
         count = self.sentences(self.config, ids.shape[1])
         chosen = torch.stack([self._choose(count, number) for number in index.tolist()])  # [B, K]
-        of_sentences = ids[:, : count * length].reshape(len(ids), count, length)  # [B, sentences, N]
+        of_sentences = ids[:, : count * length].reshape(
+            len(ids), count, length
+        )  # [B, sentences, N]
         masked = torch.zeros_like(ids, dtype=torch.bool)
         masked[:, : count * length] = (
-            torch.zeros(len(ids), count, dtype=torch.bool).scatter(1, chosen, True).repeat_interleave(length, 1)
+            torch.zeros(len(ids), count, dtype=torch.bool)
+            .scatter(1, chosen, True)
+            .repeat_interleave(length, 1)
         )
         fields["signals"] = {
             SENTENCES: of_sentences.gather(1, chosen[..., None].expand(-1, -1, length)),

@@ -15,7 +15,13 @@ from xscale.nn.init import seed_of
 from xscale.nn.tokens import PACKED_PADDING, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits, SpecialTokens
 
-CORRUPTIONS = ("permuted_sentences", "masked_tokens", "infilled", "deleted_tokens", "rotated_documents")
+CORRUPTIONS = (
+    "permuted_sentences",
+    "masked_tokens",
+    "infilled",
+    "deleted_tokens",
+    "rotated_documents",
+)
 """Keys of the corruptions, in their order."""
 
 
@@ -48,7 +54,9 @@ class Denoising(Objective):
         """Document rotation: probability that a document is rotated to begin with a token chosen at random."""
 
     @classmethod
-    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Config, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         problems = []
         if not any(getattr(config, name) for name in CORRUPTIONS):
             what = "no text is corrupted, and the model would learn to copy"
@@ -60,8 +68,12 @@ class Denoising(Objective):
                 fix = "Take 0, name one (data.tokenizer.mask), or take another tokenizer."
                 problems.append(Problem(f"{path}.{name}", "the tokenizer has no mask token", fix))
         if config.permuted_sentences and not specials.sentence_ends:
-            what = "the tokenizer has no token that ends in a full stop, and so no end of a sentence"
-            problems.append(Problem(f"{path}.permuted_sentences", what, "Take 0, or another tokenizer."))
+            what = (
+                "the tokenizer has no token that ends in a full stop, and so no end of a sentence"
+            )
+            problems.append(
+                Problem(f"{path}.permuted_sentences", what, "Take 0, or another tokenizer.")
+            )
         return problems
 
     @property
@@ -71,7 +83,9 @@ class Denoising(Objective):
     def source_of(self, ids: list[int]) -> list[int]:
         return [*ids, self.specials.eos]
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         ids = tokens[:, :-1]  # [B, T]
         within = torch.zeros_like(ids) if documents is None else documents[:, :-1]
         rows = [self._corrupt(*row) for row in zip(ids, within, index.tolist(), strict=True)]
@@ -83,7 +97,10 @@ class Denoising(Objective):
             ids,
             # Padding of the source is a document behind those of the text.
             Tokens.from_ids(
-                source, source_documents, signals={PACKED_PADDING: source_documents > within[:, -1:]}, **fields
+                source,
+                source_documents,
+                signals={PACKED_PADDING: source_documents > within[:, -1:]},
+                **fields,
             ),
         )
 
@@ -91,7 +108,10 @@ class Denoising(Objective):
         """Source of the sample `number` with ids `row` [T] and its documents, both [T]: padding is a document more."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, "denoising", number))
         padding = int(documents[-1]) + 1
-        source, numbers = torch.full_like(row, self.specials.pad), torch.full_like(documents, padding)
+        source, numbers = (
+            torch.full_like(row, self.specials.pad),
+            torch.full_like(documents, padding),
+        )
         written = 0
         numbers_of_documents, counts = torch.unique_consecutive(documents, return_counts=True)
         for document, count in zip(numbers_of_documents.tolist(), counts.tolist(), strict=True):
@@ -108,14 +128,18 @@ class Denoising(Objective):
         if not len(text):
             return end
         mask = -1 if self.specials.mask is None else self.specials.mask
-        text = permute_sentences(text, self.specials.sentence_ends, config.permuted_sentences, generator)
+        text = permute_sentences(
+            text, self.specials.sentence_ends, config.permuted_sentences, generator
+        )
         text = mask_tokens(text, mask, config.masked_tokens, generator)
         text = infill(text, mask, config.infilled, config.mean_span, generator)
         text = delete_tokens(text, config.deleted_tokens, generator)
         return torch.cat((rotate(text, config.rotated_documents, generator), end))
 
 
-def permute_sentences(text: Tensor, ends: frozenset[int], fraction: float, generator: Generator) -> Tensor:
+def permute_sentences(
+    text: Tensor, ends: frozenset[int], fraction: float, generator: Generator
+) -> Tensor:
     """Shuffle `fraction` of the sentences of `text` [N] among their places; each ends with tokens of `ends`."""
     if not fraction:
         return text

@@ -20,7 +20,9 @@ from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits
 
 
-@OBJECTIVES.register("disco", traits=ObjectiveTraits(causal=False, source=True, random=True, samples="pairs"))
+@OBJECTIVES.register(
+    "disco", traits=ObjectiveTraits(causal=False, source=True, random=True, samples="pairs")
+)
 class Disco(Objective):
     class Config(Objective.Config):
         decoding: Literal["easy_first", "mask_predict"] = "easy_first"
@@ -34,19 +36,30 @@ class Disco(Objective):
 
     predicts_length: ClassVar[bool] = True
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         assert documents is not None, "padding is told from text by its document"
         source, target = tokens[:, : self.length], tokens[:, self.length :]  # [B, S], [B, T]
-        source_padding, is_padding = documents[:, : self.length] != 0, documents[:, self.length :] != 0
+        source_padding, is_padding = (
+            documents[:, : self.length] != 0,
+            documents[:, self.length :] != 0,
+        )
         counts = (~is_padding).sum(1)
         rows = zip(counts.tolist(), index.tolist(), strict=True)
-        observed = torch.stack([self._observed(count, target.shape[1], number) for count, number in rows])
+        observed = torch.stack(
+            [self._observed(count, target.shape[1], number) for count, number in rows]
+        )
         # No position observes padding, which needs no document of its own for that; it would have no source in one.
         lengths = {LENGTHS: counts - 1}
         return Batch(
-            Tokens.from_ids(target, torch.zeros_like(target), signals={OBSERVED: observed}, **fields),
+            Tokens.from_ids(
+                target, torch.zeros_like(target), signals={OBSERVED: observed}, **fields
+            ),
             target.masked_fill(is_padding, IGNORE_INDEX),
-            Tokens.from_ids(source, source_padding.long(), padding=source_padding, signals=lengths, **fields),
+            Tokens.from_ids(
+                source, source_padding.long(), padding=source_padding, signals=lengths, **fields
+            ),
         )
 
     def _observed(self, count: int, length: int, number: int) -> Tensor:

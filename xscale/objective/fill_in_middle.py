@@ -14,7 +14,14 @@ from torch import Tensor
 
 from xscale.core.errors import Problem
 from xscale.nn.init import seed_of
-from xscale.objective.objective import OBJECTIVES, Batch, Causal, Objective, ObjectiveTraits, SpecialTokens
+from xscale.objective.objective import (
+    OBJECTIVES,
+    Batch,
+    Causal,
+    Objective,
+    ObjectiveTraits,
+    SpecialTokens,
+)
 
 ADDED = 4
 """Tokens that a rearranged document has beside its text: three sentinels and the end of the document."""
@@ -42,7 +49,9 @@ class FillInMiddle(Causal):
         """Probability that a rearranged document is in the order SPM, and not PSM."""
 
     @classmethod
-    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Config, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         if specials is None or fim_tokens(specials) is not None:
             return []
         what = f"it needs three sentinels, and the tokenizer has {len(specials.sentinels)}"
@@ -52,10 +61,16 @@ class FillInMiddle(Causal):
         )
         return [Problem(path, what, fix)]
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
-        within = documents_by_end(tokens, self.specials.eos) if documents is None else documents  # [B, T+1]
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
+        within = (
+            documents_by_end(tokens, self.specials.eos) if documents is None else documents
+        )  # [B, T+1]
         rows = zip(tokens, within, index.tolist(), strict=True)
-        return super().batch(torch.stack([self._rearrange(*row) for row in rows]), documents, index, **fields)
+        return super().batch(
+            torch.stack([self._rearrange(*row) for row in rows]), documents, index, **fields
+        )
 
     def _rearrange(self, row: Tensor, documents: Tensor, number: int) -> Tensor:
         """Rearrange the documents of the sample `number` with ids `row` [T+1], each within its own places."""
@@ -74,7 +89,9 @@ class FillInMiddle(Causal):
             pieces += self._sections(*sections, spm=spm < self.config.spm_rate)
         return torch.cat(pieces)
 
-    def _sections(self, prefix: Tensor, middle: Tensor, suffix: Tensor, *, spm: bool) -> list[Tensor]:
+    def _sections(
+        self, prefix: Tensor, middle: Tensor, suffix: Tensor, *, spm: bool
+    ) -> list[Tensor]:
         """Order a document's sections, with sentinels between them and its end."""
         end = prefix.new_tensor([self.specials.eos])
         return [*self._prompt(prefix, suffix, spm=spm), middle, end]

@@ -15,7 +15,14 @@ from xscale.core.errors import Problem
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 from xscale.objective.metrics import class_metrics, marks_spans, score_metrics, span_metrics
-from xscale.objective.objective import OBJECTIVES, Batch, HeadSizes, Objective, ObjectiveTraits, SpecialTokens
+from xscale.objective.objective import (
+    OBJECTIVES,
+    Batch,
+    HeadSizes,
+    Objective,
+    ObjectiveTraits,
+    SpecialTokens,
+)
 
 
 class LabelledObjective(Objective):
@@ -28,14 +35,18 @@ class LabelledObjective(Objective):
         """Activation of that layer: tanh, as in BERT and RoBERTa; relu, as in DistilBERT."""
 
     @classmethod
-    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Config, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         problems = []
         if config.z_loss_weight:
             what = "keeps the logits of a vocabulary small, and labels have none"
             problems.append(Problem(f"{path}.z_loss_weight", what, "Take 0."))
         if not config.dense and config.dense_activation != "tanh":
             what = "is the activation of a dense layer, and there is none"
-            problems.append(Problem(f"{path}.dense_activation", what, f"Take tanh, or {path}.dense=true."))
+            problems.append(
+                Problem(f"{path}.dense_activation", what, f"Take tanh, or {path}.dense=true.")
+            )
         return problems
 
     def batch(
@@ -97,7 +108,9 @@ class _Pooled(LabelledObjective):
 
 @OBJECTIVES.register(
     "classify",
-    traits=ObjectiveTraits(causal=None, source=False, random=False, samples="labels", labels="class"),
+    traits=ObjectiveTraits(
+        causal=None, source=False, random=False, samples="labels", labels="class"
+    ),
 )
 class Classify(_Pooled):
     """Classification: cross-entropy of the class of each example; of one text, or of a pair of texts."""
@@ -108,7 +121,9 @@ class Classify(_Pooled):
 
     @classmethod
     def head_sizes(cls, config: Config) -> HeadSizes:
-        return HeadSizes(config.classes, dense=config.dense, activation=config.dense_activation, per_example=True)
+        return HeadSizes(
+            config.classes, dense=config.dense, activation=config.dense_activation, per_example=True
+        )
 
     def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
         return class_metrics(predicted, targets, self.config.classes)
@@ -116,13 +131,17 @@ class Classify(_Pooled):
 
 @OBJECTIVES.register(
     "regress",
-    traits=ObjectiveTraits(causal=None, source=False, random=False, samples="labels", labels="score"),
+    traits=ObjectiveTraits(
+        causal=None, source=False, random=False, samples="labels", labels="score"
+    ),
 )
 class Regress(_Pooled):
     """Regression: squared error of the score of each example; of one text, or of a pair of texts."""
 
     @classmethod
-    def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Any, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         problems = super().check(config, specials, length, path)
         if config.label_smoothing:
             what = "scores have no distribution to smooth"
@@ -140,7 +159,9 @@ class Regress(_Pooled):
 
 @OBJECTIVES.register(
     "tag",
-    traits=ObjectiveTraits(causal=None, source=False, random=False, samples="labels", labels="tags"),
+    traits=ObjectiveTraits(
+        causal=None, source=False, random=False, samples="labels", labels="tags"
+    ),
 )
 class Tag(LabelledObjective):
     """Tagging: cross-entropy of the tag of each word, at its first token.

@@ -29,22 +29,30 @@ class Masked(Objective):
         """Fraction of the predicted tokens that a random token replaces; the rest stay as they are."""
 
     @classmethod
-    def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Any, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         problems = []
         if config.mask_fraction + config.random_fraction > 1:
             what = f"mask_fraction {config.mask_fraction} + random_fraction {config.random_fraction} exceeds 1"
             problems.append(Problem(path, what, "Lower one of them."))
         if specials is not None and specials.mask is None:
             what = "the tokenizer has no mask token"
-            problems.append(Problem(path, what, "Name one (data.tokenizer.mask), or take another tokenizer."))
+            problems.append(
+                Problem(path, what, "Name one (data.tokenizer.mask), or take another tokenizer.")
+            )
         return problems
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         ids = tokens[:, :-1]  # [B, T]
         predicted, fate, random = self._draw(ids, index)
         targets = torch.where(predicted, ids, IGNORE_INDEX)
         masked = predicted & (fate < self.config.mask_fraction)
-        replaced = predicted & ~masked & (fate < self.config.mask_fraction + self.config.random_fraction)
+        replaced = (
+            predicted & ~masked & (fate < self.config.mask_fraction + self.config.random_fraction)
+        )
         assert self.specials.mask is not None
         inputs = torch.where(masked, self.specials.mask, torch.where(replaced, random, ids))
         within = None if documents is None else documents[:, :-1]
@@ -64,7 +72,9 @@ class Masked(Objective):
             count = max(1, round(length * self.config.mask_probability))
             order = torch.randperm(length, generator=generator)
             order = order[is_text[order]]
-            predicted.append(torch.zeros(length, dtype=torch.bool).index_fill(0, order[:count], True))
+            predicted.append(
+                torch.zeros(length, dtype=torch.bool).index_fill(0, order[:count], True)
+            )
             fate.append(torch.rand(length, generator=generator))
             random.append(torch.randint(self.specials.vocabulary, (length,), generator=generator))
         return torch.stack(predicted), torch.stack(fate), torch.stack(random)

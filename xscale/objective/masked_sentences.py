@@ -61,7 +61,9 @@ class MaskedSentences(Masked):
         return len(TASKS[config.task])
 
     @classmethod
-    def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Any, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         problems = super().check(config, specials, length, path)
         if specials is not None and specials.bos is None:
             what = "the tokenizer has no token for [CLS]"
@@ -69,12 +71,15 @@ class MaskedSentences(Masked):
             problems.append(Problem(path, what, fix))
         if config.mask_probability + config.shuffled_trigrams > 1:
             what = (
-                f"mask_probability {config.mask_probability} + shuffled_trigrams {config.shuffled_trigrams} exceeds 1"
+                f"mask_probability {config.mask_probability} + "
+                f"shuffled_trigrams {config.shuffled_trigrams} exceeds 1"
             )
             problems.append(Problem(path, what, "Lower one of them."))
         return problems
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         assert documents is not None, "the texts of a sample are told apart by their documents"
         rows = zip(tokens, documents, index.tolist(), strict=True)
         samples = [self._sample(*row) for row in rows]
@@ -84,7 +89,9 @@ class MaskedSentences(Masked):
         )
         labels = {LABELS: torch.tensor([sample.label for sample in samples])}
         return Batch(
-            Tokens.from_ids(ids, padding.long(), padding=padding.bool(), types=types, signals=labels, **fields),
+            Tokens.from_ids(
+                ids, padding.long(), padding=padding.bool(), types=types, signals=labels, **fields
+            ),
             targets,
         )
 
@@ -95,7 +102,9 @@ class MaskedSentences(Masked):
         first, second = (tokens[documents == text] for text in pairs[label])
         cls, sep = torch.tensor([self.specials.bos]), torch.tensor([self.specials.eos])
         pair = torch.cat((cls, first, sep, second, sep))
-        assert len(pair) <= self.length, f"a pair of {len(pair)} tokens in a sample of {self.length}"
+        assert len(pair) <= self.length, (
+            f"a pair of {len(pair)} tokens in a sample of {self.length}"
+        )
         ids = torch.full((self.length,), self.specials.pad)
         ids[: len(pair)] = pair
         places = torch.arange(self.length)
@@ -105,7 +114,9 @@ class MaskedSentences(Masked):
         inputs, targets = self._corrupt(ids, is_text, len(pair), generator)
         return MaskedPair(inputs, types, targets, places >= len(pair), label)
 
-    def _corrupt(self, ids: Tensor, is_text: Tensor, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _corrupt(
+        self, ids: Tensor, is_text: Tensor, length: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         """Mask and shuffle the ids [T] of a pair with `length` tokens: inputs and targets, each [T]."""
         config = self.config
         budget = min(max(1, round(length * config.mask_probability)), int(is_text.sum()))
@@ -115,11 +126,15 @@ class MaskedSentences(Masked):
             masked[start:end] = True
         fate = torch.rand(len(ids), generator=generator)
         random = torch.randint(self.specials.vocabulary, ids.shape, generator=generator)
-        inputs = torch.where(masked & (fate < config.mask_fraction + config.random_fraction), random, ids)
+        inputs = torch.where(
+            masked & (fate < config.mask_fraction + config.random_fraction), random, ids
+        )
         assert self.specials.mask is not None
         inputs = torch.where(masked & (fate < config.mask_fraction), self.specials.mask, inputs)
         predicted, trigrams = masked.clone(), round(length * config.shuffled_trigrams / 3)
-        for start, end in draw_spans(is_text & ~masked, 3 * trigrams, [0, 0, 1], generator, least=3):
+        for start, end in draw_spans(
+            is_text & ~masked, 3 * trigrams, [0, 0, 1], generator, least=3
+        ):
             inputs[start:end] = ids[start:end][torch.randperm(3, generator=generator)]
             predicted[start:end] = True
         return inputs, torch.where(predicted, ids, IGNORE_INDEX)

@@ -28,7 +28,12 @@ def class_metrics(predicted: Tensor, targets: Tensor, classes: int) -> dict[str,
     spread = (total**2 - of_predicted.square().sum()) * (total**2 - of_target.square().sum())
     matthews = float(covariance / spread.sqrt()) if spread > 0 else 0.0
     accuracy, majority = float(hits.sum()) / total, float(of_target.max()) / total
-    return {"accuracy": accuracy, "majority_accuracy": majority, "macro_f1": float(f1), "matthews": matthews}
+    return {
+        "accuracy": accuracy,
+        "majority_accuracy": majority,
+        "macro_f1": float(f1),
+        "matthews": matthews,
+    }
 
 
 def score_metrics(predicted: Tensor, targets: Tensor) -> dict[str, float]:
@@ -66,10 +71,14 @@ OUTSIDE = "O"
 def marks_spans(names: Sequence[str]) -> bool:
     """Whether tags of these names mark spans: each is `O` or of the form `B-TYPE`, `I-TYPE`, `E-TYPE` or `S-TYPE`."""
     of_spans = [bool(SPAN_TAG.fullmatch(name)) for name in names]
-    return any(of_spans) and all(of_span or name == OUTSIDE for of_span, name in zip(of_spans, names, strict=True))
+    return any(of_spans) and all(
+        of_span or name == OUTSIDE for of_span, name in zip(of_spans, names, strict=True)
+    )
 
 
-def span_metrics(predicted: Tensor, targets: Tensor, samples: Tensor, names: Sequence[str]) -> dict[str, float]:
+def span_metrics(
+    predicted: Tensor, targets: Tensor, samples: Tensor, names: Sequence[str]
+) -> dict[str, float]:
     """Return precision, recall and F1 of the spans that predicted tags [N] mark, against those of the targets [N].
 
     A span is right if its first word, its last word and its type are those of a span of the targets (Tjong Kim Sang and
@@ -99,7 +108,12 @@ def _spans(tags: Tensor, samples: Tensor, names: Sequence[str]) -> Tensor:
     is_open = torch.tensor([bool(match and match[1] in "BI") for match in matches])[tags]
     in_span = torch.tensor([bool(match) for match in matches])[tags]
     continues = torch.zeros_like(in_span)
-    continues[1:] = may_continue[1:] & is_open[:-1] & (type_of[1:] == type_of[:-1]) & (samples[1:] == samples[:-1])
+    continues[1:] = (
+        may_continue[1:]
+        & is_open[:-1]
+        & (type_of[1:] == type_of[:-1])
+        & (samples[1:] == samples[:-1])
+    )
     is_last = in_span.clone()
     is_last[:-1] &= ~continues[1:]
     firsts, lasts = (in_span & ~continues).nonzero()[:, 0], is_last.nonzero()[:, 0]

@@ -143,7 +143,9 @@ class Objective:
         self.seed = seed
 
     @classmethod
-    def check(cls, config: Any, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Any, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         """List the problems with samples of `length` tokens; `specials` is None before the tokenizer is known."""
         return []
 
@@ -163,7 +165,13 @@ class Objective:
         entry = OBJECTIVES.of(config)
         if entry.traits.samples == "packed":
             return []
-        return [KeyNeed("data.cross_documents", (False,), f"'{entry.name}' hides padding as a document of its own")]
+        return [
+            KeyNeed(
+                "data.cross_documents",
+                (False,),
+                f"'{entry.name}' hides padding as a document of its own",
+            )
+        ]
 
     @classmethod
     def head_sizes(cls, config: Any) -> HeadSizes | None:
@@ -194,7 +202,9 @@ class Objective:
         """Return the sentences of a sample that global tokens stand for; None: there are none."""
         return None
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         """Make a batch of packed samples, of pairs, or of labelled examples.
 
         `tokens` are [B, T+1], `documents` the number of each token's document (None: attention may cross documents),
@@ -232,7 +242,9 @@ OBJECTIVES = Family("objective", ObjectiveTraits, Objective)
 class Causal(Objective):
     """Causal language modelling (Radford et al. 2018): the next token from all before it."""
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         targets = tokens[:, 1:]  # [B, T]
         if documents is not None:
             # A document's first token cannot be predicted from the document before it.

@@ -12,7 +12,9 @@ from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits
 
 
-@OBJECTIVES.register("prefix_lm", traits=ObjectiveTraits(causal=True, source=False, random=True, prefix=True))
+@OBJECTIVES.register(
+    "prefix_lm", traits=ObjectiveTraits(causal=True, source=False, random=True, prefix=True)
+)
 class PrefixLm(Objective):
     """Each document of a sample is split in two at a place drawn at random (Raffel et al. 2020, section 3.3.1).
 
@@ -20,7 +22,9 @@ class PrefixLm(Objective):
     them have seen them. With `data.cross_documents` a sample is one document.
     """
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         within = torch.zeros_like(tokens) if documents is None else documents  # [B, T+1]
         rows = zip(within, index.tolist(), strict=True)
         prefix = torch.stack([self._prefix(row, number) for row, number in rows])  # [B, T+1]

@@ -7,7 +7,13 @@ from torch import Tensor
 
 
 def draw_spans(
-    free: Tensor, budget: int, weights: Sequence[float], generator: torch.Generator, *, least: int = 1, gap: int = 0
+    free: Tensor,
+    budget: int,
+    weights: Sequence[float],
+    generator: torch.Generator,
+    *,
+    least: int = 1,
+    gap: int = 0,
 ) -> list[tuple[int, int]]:
     """Draw disjoint spans [first, end) of positions that are `free` [T], until they have `budget` positions together.
 
@@ -17,7 +23,9 @@ def draw_spans(
     """
     order = torch.randperm(len(free), generator=generator).tolist()
     probabilities = torch.tensor(weights, dtype=torch.float64)
-    lengths = torch.multinomial(probabilities, len(free), replacement=True, generator=generator).tolist()
+    lengths = torch.multinomial(
+        probabilities, len(free), replacement=True, generator=generator
+    ).tolist()
     available: list[bool] = free.tolist()
     spans: list[tuple[int, int]] = []
     for start, length in zip(order, lengths, strict=True):

@@ -22,23 +22,39 @@ class Span(Objective):
         """Mean length of a corrupted span, in tokens."""
 
     @classmethod
-    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Config, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         _, spans = span_counts(config, length)
         if specials is not None and spans > len(specials.sentinels):
             what = f"{spans} spans need as many sentinels, and the tokenizer has {len(specials.sentinels)}"
             return [
-                Problem(path, what, "Lower noise_density, raise mean_length, shorten the sequence or add sentinels.")
+                Problem(
+                    path,
+                    what,
+                    "Lower noise_density, raise mean_length, shorten the sequence or add sentinels.",
+                )
             ]
         return []
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
-        rows = [self._corrupt(row, number) for row, number in zip(tokens[:, :-1], index.tolist(), strict=True)]
-        source, source_at, target, target_at = (torch.stack(column) for column in zip(*rows, strict=True))
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
+        rows = [
+            self._corrupt(row, number)
+            for row, number in zip(tokens[:, :-1], index.tolist(), strict=True)
+        ]
+        source, source_at, target, target_at = (
+            torch.stack(column) for column in zip(*rows, strict=True)
+        )
         start = torch.full_like(target[:, :1], self.start)
         decoder_inputs = torch.cat((start, target[:, :-1]), 1)
         source_documents = target_documents = None
         if documents is not None:
-            source_documents, target_documents = documents.gather(1, source_at), documents.gather(1, target_at)
+            source_documents, target_documents = (
+                documents.gather(1, source_at),
+                documents.gather(1, target_at),
+            )
         return Batch(
             Tokens.from_ids(decoder_inputs, target_documents, **fields),
             target,

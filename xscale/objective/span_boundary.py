@@ -38,20 +38,26 @@ class SpanBoundary(Masked):
         return int(config.max_span)
 
     @classmethod
-    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Config, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         problems = super().check(config, specials, length, path)
         if length < 3:
             what = f"a span and its two boundaries are three tokens, and a sample has {length}"
             problems.append(at_least("data.sequence_length", what, 3))
         return problems
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         ids = tokens[:, :-1]  # [B, T]
         within = None if documents is None else documents[:, :-1]
         numbers = torch.zeros_like(ids) if within is None else within
         rows = [self._row(*row) for row in zip(ids, numbers, index.tolist(), strict=True)]
         inputs, targets, boundaries = (torch.stack(column) for column in zip(*rows, strict=True))
-        return Batch(Tokens.from_ids(inputs, within, signals={BOUNDARIES: boundaries}, **fields), targets)
+        return Batch(
+            Tokens.from_ids(inputs, within, signals={BOUNDARIES: boundaries}, **fields), targets
+        )
 
     def _row(self, ids: Tensor, documents: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs [T], targets [T] and boundaries [T, 2] of a sample; a token in no span is its own boundary."""

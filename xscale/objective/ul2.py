@@ -36,7 +36,9 @@ class DenoiserConfig(schema.Config):
         corrupted = min(max(round(length * self.noise_density), 1), length - 1)
         if self.mean_length is None:
             return corrupted, 1
-        return corrupted, min(max(round(corrupted / self.mean_length), 1), corrupted, length - corrupted)
+        return corrupted, min(
+            max(round(corrupted / self.mean_length), 1), corrupted, length - corrupted
+        )
 
 
 def _denoisers() -> tuple[DenoiserConfig, ...]:
@@ -64,10 +66,14 @@ class Ul2(Objective):
         """Config for samples of tens of tokens."""
         regular = DenoiserConfig(mode="R", noise_density=0.15, mean_length=4)
         extreme = DenoiserConfig(mode="X", noise_density=0.5, mean_length=8)
-        return cls.Config(denoisers=(regular, DenoiserConfig(mode="S", noise_density=0.25), extreme))
+        return cls.Config(
+            denoisers=(regular, DenoiserConfig(mode="S", noise_density=0.25), extreme)
+        )
 
     @classmethod
-    def check(cls, config: Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Config, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         problems = []
         for number, denoiser in enumerate(config.denoisers):
             corrupted, spans = denoiser.counts(length)
@@ -86,27 +92,40 @@ class Ul2(Objective):
         """The text as the beginning of one whose end is corrupted, in mode S."""
         return [self.mode_token("S"), *ids, self.specials.sentinels[0], self.specials.eos]
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         ids = tokens[:, :-1]  # [B, T]
         within = torch.zeros_like(ids) if documents is None else documents[:, :-1]
         rows = [self._corrupt(*row) for row in zip(ids, within, index.tolist(), strict=True)]
-        source, source_documents, target, target_documents = (torch.stack(column) for column in zip(*rows, strict=True))
+        source, source_documents, target, target_documents = (
+            torch.stack(column) for column in zip(*rows, strict=True)
+        )
         start = torch.full_like(target[:, :1], self.start)
         decoder_inputs = torch.cat((start, target[:, :-1]), 1).clamp(min=0)
         return Batch(
-            Tokens.from_ids(decoder_inputs, target_documents, signals={PACKED_PADDING: target < 0}, **fields),
+            Tokens.from_ids(
+                decoder_inputs, target_documents, signals={PACKED_PADDING: target < 0}, **fields
+            ),
             target.masked_fill(target < 0, IGNORE_INDEX),
             Tokens.from_ids(
-                source, source_documents, signals={PACKED_PADDING: source_documents > within[:, -1:]}, **fields
+                source,
+                source_documents,
+                signals={PACKED_PADDING: source_documents > within[:, -1:]},
+                **fields,
             ),
         )
 
-    def _corrupt(self, row: Tensor, documents: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _corrupt(
+        self, row: Tensor, documents: Tensor, number: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [S] with its documents and target [T] with its, all padded; padding of the target is negative."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, "ul2", number))
         denoisers = self.config.denoisers
         denoiser = denoisers[int(torch.randint(len(denoisers), (), generator=generator))]
-        source, source_at, target, target_at = corrupt_spans(row, denoiser.counts(len(row)), self.specials, generator)
+        source, source_at, target, target_at = corrupt_spans(
+            row, denoiser.counts(len(row)), self.specials, generator
+        )
         source = torch.cat((torch.tensor([self.mode_token(denoiser.mode)]), source))
         source_documents = documents[torch.cat((source_at[:1], source_at))]
         target_documents = documents[target_at]
@@ -128,7 +147,13 @@ def check_sentinels(spans: int, specials: SpecialTokens | None, path: str) -> li
     if specials is None or spans + len(MODES) <= len(specials.sentinels):
         return []
     what = f"{spans} spans and {len(MODES)} modes need a sentinel each, and the tokenizer has {len(specials.sentinels)}"
-    return [Problem(path, what, "Lower noise_density, raise mean_length, shorten the sequence or add sentinels.")]
+    return [
+        Problem(
+            path,
+            what,
+            "Lower noise_density, raise mean_length, shorten the sequence or add sentinels.",
+        )
+    ]
 
 
 def _padded(x: Tensor, length: int, value: int) -> Tensor:

@@ -34,13 +34,16 @@ class Ul2Decoder(Ul2):
         pass
 
     @classmethod
-    def check(cls, config: Ul2.Config, specials: SpecialTokens | None, length: int, path: str) -> list[Problem]:
+    def check(
+        cls, config: Ul2.Config, specials: SpecialTokens | None, length: int, path: str
+    ) -> list[Problem]:
         problems = []
         for number, denoiser in enumerate(config.denoisers):
             needed = SHORTEST + added_tokens(denoiser, SHORTEST) - 1
             if length < needed:
                 what = (
-                    f"two tokens of text, their mode, sentinels and ends have {needed + 1}, and a sample {length + 1}"
+                    "two tokens of text, their mode, sentinels and ends "
+                    f"have {needed + 1}, and a sample {length + 1}"
                 )
                 return [at_least("data.sequence_length", what, needed)]
             spans = denoiser.counts(text_tokens(denoiser, length + 1, length + 1))[1]
@@ -50,10 +53,14 @@ class Ul2Decoder(Ul2):
     def prompt_of(self, ids: list[int]) -> list[int]:
         return self.source_of(ids)
 
-    def batch(self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any) -> Batch:
+    def batch(
+        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
+    ) -> Batch:
         within = torch.zeros_like(tokens) if documents is None else documents  # [B, T+1]
         rows = [self._rearrange(*row) for row in zip(tokens, within, index.tolist(), strict=True)]
-        ids, numbers, prefix = (torch.stack(column) for column in zip(*rows, strict=True))  # [B, T+1]
+        ids, numbers, prefix = (
+            torch.stack(column) for column in zip(*rows, strict=True)
+        )  # [B, T+1]
         is_padding = numbers == tokens.shape[1]
         ignored = prefix[:, 1:] | (numbers[:, 1:] != numbers[:, :-1]) | is_padding[:, 1:]
         return Batch(
@@ -67,7 +74,9 @@ class Ul2Decoder(Ul2):
             ids[:, 1:].masked_fill(ignored, IGNORE_INDEX),
         )
 
-    def _rearrange(self, row: Tensor, documents: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _rearrange(
+        self, row: Tensor, documents: Tensor, number: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids, documents, and whether each token is of a source, all [T+1], of one sample [T+1].
 
         Padding at the end is a document of its own, whose number is that of the sample's tokens.
@@ -80,11 +89,15 @@ class Ul2Decoder(Ul2):
         begin = 0
         room = total = len(row)
         for document, count in enumerate(counts):
-            denoiser = self.config.denoisers[int(torch.randint(len(self.config.denoisers), (), generator=generator))]
+            denoiser = self.config.denoisers[
+                int(torch.randint(len(self.config.denoisers), (), generator=generator))
+            ]
             length = text_tokens(denoiser, count, room)
             if length >= SHORTEST:
                 text = row[begin : begin + length]
-                source, _, target, _ = corrupt_spans(text, denoiser.counts(length), self.specials, generator)
+                source, _, target, _ = corrupt_spans(
+                    text, denoiser.counts(length), self.specials, generator
+                )
                 ids += [torch.tensor([self.mode_token(denoiser.mode)]), source, target]
                 size = 1 + len(source) + len(target)
                 numbers.append(torch.full((size,), document))

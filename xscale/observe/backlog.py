@@ -18,7 +18,9 @@ class Backlog(Generic[T]):
     may take long. No method raises the error: `error` is the last one until all is written.
     """
 
-    def __init__(self, what: str, write: Callable[[T], None], longest_pause: int = LONGEST_PAUSE) -> None:
+    def __init__(
+        self, what: str, write: Callable[[T], None], longest_pause: int = LONGEST_PAUSE
+    ) -> None:
         """`what` is the name of what is written to."""
         self.what = what
         self.error: OSError | None = None

@@ -57,7 +57,11 @@ class ComparedRun:
         step_before = None
         summed = []
         for step, seconds in zip(self.history.steps, self.history.scalars["seconds"], strict=True):
-            resumed = any(step_before <= start < step for start in self.record.resumed_from) if step_before else False
+            resumed = (
+                any(step_before <= start < step for start in self.record.resumed_from)
+                if step_before
+                else False
+            )
             if seconds < seconds_before or resumed:
                 offset += seconds_before
             seconds_before, step_before = seconds, step
@@ -68,7 +72,11 @@ class ComparedRun:
         """Position of each logged step along an axis of `AXES`."""
         if axis == "time":
             return self.seconds
-        return [*map(float, self.history.steps)] if axis == "steps" else list(self.history.scalars["tokens"])
+        return (
+            [*map(float, self.history.steps)]
+            if axis == "steps"
+            else list(self.history.scalars["tokens"])
+        )
 
     def evaluated(self, measure: str, axis: str) -> tuple[list[float], list[float]]:
         """Positions and values of a measure of the evaluations, without those that lack it."""
@@ -111,7 +119,11 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
     """
     run_folders: dict[Path, Path] = {}
     for pattern in patterns:
-        folders = [Path(pattern)] if Path(pattern).exists() else [Path(match) for match in sorted(glob.glob(pattern))]
+        folders = (
+            [Path(pattern)]
+            if Path(pattern).exists()
+            else [Path(match) for match in sorted(glob.glob(pattern))]
+        )
         runs = [run for folder in folders for run in _runs_below(folder)]
         if not runs:
             what = f"contains no run with a {RECORD_NAME}" if folders else "there is no such folder"
@@ -145,7 +157,9 @@ def page(runs: Sequence[ComparedRun]) -> str:
     title = f"{len(runs)} runs compared"
     seeds = max(len(group.runs) for group in groups)
     note = (
-        "" if seeds == 1 else " A curve is the mean of the runs that differ in the seed alone; its band is their range."
+        ""
+        if seeds == 1
+        else " A curve is the mean of the runs that differ in the seed alone; its band is their range."
     )
     parts = [
         f'<header><h1>{title}</h1><p class="lead">{len(groups)} configs, up to {seeds} seed(s) of each.{note}</p>'
@@ -165,7 +179,9 @@ def differing_keys(runs: Sequence[ComparedRun]) -> list[str]:
     """Dotted keys that not all configs have with one value, without `SEEDS` and `NAMES`."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     return [
-        key for key in keys if key not in (*SEEDS, *NAMES) and len({flow_text(run.config.get(key)) for run in runs}) > 1
+        key
+        for key in keys
+        if key not in (*SEEDS, *NAMES) and len({flow_text(run.config.get(key)) for run in runs}) > 1
     ]
 
 
@@ -177,7 +193,9 @@ def group_runs(runs: Sequence[ComparedRun], keys: Sequence[str]) -> list[RunGrou
     short = _short_names(keys)
     groups = []
     for number, (values, members) in enumerate(by_values.items()):
-        label = ", ".join(f"{short[key]}={value}" for key, value in zip(keys, values, strict=True) if value != "–")
+        label = ", ".join(
+            f"{short[key]}={value}" for key, value in zip(keys, values, strict=True) if value != "–"
+        )
         if len(by_values) == 1 or len(label) > 60 or not label:
             label = members[0].folder.name
         dashed = " dashed" if number >= len(STYLES) else ""
@@ -197,7 +215,14 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
     for key in keys:
         words = key.split(".")
         tails = (".".join(words[-count:]) for count in range(1, len(words) + 1))
-        short[key] = next((tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in keys) == 1), key)
+        short[key] = next(
+            (
+                tail
+                for tail in tails
+                if sum(f".{other}".endswith(f".{tail}") for other in keys) == 1
+            ),
+            key,
+        )
     return short
 
 
@@ -207,7 +232,13 @@ def _curves(groups: Sequence[RunGroup]) -> str:
     for axis in AXES:
         unit = "seconds" if axis == "time" else axis
         drawn = "".join(
-            _chart(groups, partial(ComparedRun.evaluated, measure=measure, axis=axis), title, unit, note)
+            _chart(
+                groups,
+                partial(ComparedRun.evaluated, measure=measure, axis=axis),
+                title,
+                unit,
+                note,
+            )
             for measure, (title, note) in _EVALUATED.items()
         )
         drawn += "".join(
@@ -219,7 +250,10 @@ def _curves(groups: Sequence[RunGroup]) -> str:
 
 
 _EVALUATED = {
-    "eval_loss": ("Validation loss, nats a token", "Lower is better, where the runs have one tokenizer and one text."),
+    "eval_loss": (
+        "Validation loss, nats a token",
+        "Lower is better, where the runs have one tokenizer and one text.",
+    ),
     "bits_per_byte": ("Bits per byte", "Lower is better, and comparable between tokenizers."),
 }
 _LOGGED = {
@@ -269,13 +303,22 @@ def average(
     if every and positions[-1] != every[-1]:
         positions.append(every[-1])
     rows = [[_between(x, y, position) for x, y in curves] for position in positions]
-    return positions, [min(row) for row in rows], [sum(row) / len(row) for row in rows], [max(row) for row in rows]
+    return (
+        positions,
+        [min(row) for row in rows],
+        [sum(row) / len(row) for row in rows],
+        [max(row) for row in rows],
+    )
 
 
 def _between(x: Sequence[float], y: Sequence[float], position: float) -> float:
     index = min(max(bisect_right(x, position), 1), len(x) - 1)
     gap = x[index] - x[index - 1] if len(x) > 1 else 0.0
-    return y[index - 1] + (y[index] - y[index - 1]) * (position - x[index - 1]) / gap if gap > 0 else y[index]
+    return (
+        y[index - 1] + (y[index] - y[index - 1]) * (position - x[index - 1]) / gap
+        if gap > 0
+        else y[index]
+    )
 
 
 def _ranking(runs: Sequence[ComparedRun], groups: Sequence[RunGroup], measure: str) -> str:
@@ -303,7 +346,16 @@ def _ranking(runs: Sequence[ComparedRun], groups: Sequence[RunGroup], measure: s
         name = f'<td>{_text(str(run.folder))}</td><td><span class="key {group.style}">{_text(group.label)}</span></td>'
         rows += f"<tr>{name}{''.join(_cell(kind, text) for kind, text in cells)}</tr>"
     best_of = "best bits per byte" if measure == "bits_per_byte" else "best validation loss"
-    heads = ("run", "config", best_of, "at step", "training loss", "tokens", "time", "tokens a second")
+    heads = (
+        "run",
+        "config",
+        best_of,
+        "at step",
+        "training loss",
+        "tokens",
+        "time",
+        "tokens a second",
+    )
     return _table([*heads, "active parameters", "seed", "end"], rows)
 
 

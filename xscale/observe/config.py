@@ -56,15 +56,29 @@ def check(config: ObserveConfig, path: str = "observe") -> list[Problem]:
     for name, wanted, command in trackers:
         if wanted and importlib.util.find_spec(name) is None:
             fix = f"Or install it with: {command}."
-            problems.append(Problem(f"{path}.{name}", f"the package {name} is not installed", fix, choices=take(False)))
+            problems.append(
+                Problem(
+                    f"{path}.{name}",
+                    f"the package {name} is not installed",
+                    fix,
+                    choices=take(False),
+                )
+            )
     return problems
 
 
-def check_profile(config: ProfileConfig | None, steps: int, path: str = "observe.profile") -> list[Problem]:
+def check_profile(
+    config: ProfileConfig | None, steps: int, path: str = "observe.profile"
+) -> list[Problem]:
     """Problems of the profiled steps in a run of `steps`; `path` is the section's dotted path in the recipe."""
     if config is None or (last := config.at + config.steps - 1) <= steps:
         return []
     what = f"profiles steps {config.at} to {last}, and the run ends at train.steps={steps}"
     return [
-        Problem(path, what, "Or profile fewer steps.", choices=take(max(1, steps - config.steps + 1), key=f"{path}.at"))
+        Problem(
+            path,
+            what,
+            "Or profile fewer steps.",
+            choices=take(max(1, steps - config.steps + 1), key=f"{path}.at"),
+        )
     ]

@@ -151,12 +151,25 @@ class EndReport:
     """Most bytes that rank 0 allocated on its GPU; on a CPU, that its process had resident."""
 
 
-PACKAGES = ("xscale", "torch", "numpy", "triton", "sentencepiece", "pydantic", "deepspeed", "megatron-core", "apex")
+PACKAGES = (
+    "xscale",
+    "torch",
+    "numpy",
+    "triton",
+    "sentencepiece",
+    "pydantic",
+    "deepspeed",
+    "megatron-core",
+    "apex",
+)
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Versions of Python, the system, and those of `packages` that are installed, by name; imports none of them."""
-    known = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    known = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
     for name in packages:
         try:
             known[name] = importlib.metadata.version(name)
@@ -172,7 +185,9 @@ def source_commit() -> str:
         return ""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=10)
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=False, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()

@@ -20,7 +20,9 @@ def quantity(value: float) -> str:
 
 def parameter_shares(active: int, trained: int | None) -> str:
     """'1.2M active', or '1.2M active, 20.5k trained' where only some parameters are trained."""
-    return f"{quantity(active)} active" + ("" if trained is None else f", {quantity(trained)} trained")
+    return f"{quantity(active)} active" + (
+        "" if trained is None else f", {quantity(trained)} trained"
+    )
 
 
 def duration(seconds: float) -> str:
@@ -35,7 +37,13 @@ def duration(seconds: float) -> str:
         return f"{days} d {hours:02}:{minutes:02}"
     if hours:
         return f"{hours}:{minutes:02}:{seconds_left:02}"
-    return f"{minutes}:{seconds_left:02}" if minutes else f"{seconds:.1f} s" if seconds < 9.95 else f"{total_seconds} s"
+    return (
+        f"{minutes}:{seconds_left:02}"
+        if minutes
+        else f"{seconds:.1f} s"
+        if seconds < 9.95
+        else f"{total_seconds} s"
+    )
 
 
 def percentage(fraction: float) -> str:
@@ -72,7 +80,11 @@ def ema_clause(loss: float | None) -> str:
 
 def tasks_clause(results: Mapping[str, float]) -> str:
     """'tasks: hellaswag/acc 0.2913, lambada/perplexity 31.2'; without the standard errors."""
-    named = {name: value for name, value in results.items() if not name.partition(",")[0].endswith("_stderr")}
+    named = {
+        name: value
+        for name, value in results.items()
+        if not name.partition(",")[0].endswith("_stderr")
+    }
     return "tasks: " + ", ".join(f"{name} {value:.4g}" for name, value in named.items())
 
 

@@ -55,7 +55,9 @@ class Health(Observer):
     def _look_at_loss(self, report: StepReport) -> None:
         if self._skipped_before is None:
             # `skipped` counts over restarts; subtract those of earlier processes, not a skipped first step of this one.
-            self._skipped_before = report.skipped - (not math.isfinite(report.loss + report.grad_norm))
+            self._skipped_before = report.skipped - (
+                not math.isfinite(report.loss + report.grad_norm)
+            )
         self._skipped = report.skipped
         if not math.isfinite(report.loss):
             return
@@ -91,7 +93,9 @@ class Health(Observer):
 
     def _look_at_drops(self, step: int) -> None:
         means = {
-            layer: sum(values) / len(values) for layer, values in self._drops.items() if len(values) == DROPS_AVERAGED
+            layer: sum(values) / len(values)
+            for layer, values in self._drops.items()
+            if len(values) == DROPS_AVERAGED
         }
         heavy = {layer: mean for layer, mean in means.items() if mean > HEAVY_DROPS}
         if new := heavy.keys() - self._dropping:
@@ -105,13 +109,17 @@ class Health(Observer):
         well = {layer for layer in self._dropping if means.get(layer, 1.0) < HEAVY_DROPS / 2}
         self._dropping = (self._dropping | new) - well
         if well and not self._dropping:
-            self._message(f"step {step}: no layer drops more than {HEAVY_DROPS / 2:.0%} of its assignments any more")
+            self._message(
+                f"step {step}: no layer drops more than {HEAVY_DROPS / 2:.0%} of its assignments any more"
+            )
 
 
 def starved(load: list[float]) -> tuple[int, ...]:
     """The experts whose load is below `STARVING` times the mean of `load` [E]."""
     total = sum(load)
-    return tuple(expert for expert, value in enumerate(load) if value < STARVING * total / len(load))
+    return tuple(
+        expert for expert, value in enumerate(load) if value < STARVING * total / len(load)
+    )
 
 
 def _describe(starving: tuple[int, ...], experts: int) -> str:

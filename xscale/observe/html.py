@@ -38,18 +38,26 @@ class HtmlReport(Observer):
         samples: tuple[SampleReport, ...] = ()
         resumed = () if facts.resumed_from is None else (facts.resumed_from,)
         started = facts.started
-        if facts.resumed_from is not None and kind_of(self._folder / record.RECORD_NAME) is not None:
+        if (
+            facts.resumed_from is not None
+            and kind_of(self._folder / record.RECORD_NAME) is not None
+        ):
             try:
                 before = record.read_record(self._folder)
                 # A process that begins after the last step writes the samples of it again.
                 last = facts.resumed_from - (facts.resumed_from == facts.last_step)
                 samples = tuple(sample for sample in before.samples if sample.step <= last)
-                resumed = (*(step for step in before.resumed_from if step < facts.resumed_from), *resumed)
+                resumed = (
+                    *(step for step in before.resumed_from if step < facts.resumed_from),
+                    *resumed,
+                )
                 started = before.facts.started or started
             except ConfigError as error:
                 # Old samples are not worth failing the run.
                 self._message(f"warning: earlier samples will not be in {REPORT_FILE}: {error}")
-        self._record = Record(replace(facts, folder=self._folder, started=started), samples, resumed_from=resumed)
+        self._record = Record(
+            replace(facts, folder=self._folder, started=started), samples, resumed_from=resumed
+        )
         self._save()
 
     def step(self, report: StepReport) -> None:
@@ -92,7 +100,9 @@ def build_report(folder: Path, path: Path | None = None) -> Path:
     """
     path = path or folder / REPORT_FILE
     # UTF-8 cannot encode half a surrogate pair, which a model can generate.
-    write_atomically(path, page(record.read_record(folder), record.load_history(folder)).encode(errors="replace"))
+    write_atomically(
+        path, page(record.read_record(folder), record.load_history(folder)).encode(errors="replace")
+    )
     return path
 
 

@@ -32,14 +32,21 @@ class Log(Observer):
         self.backlog: Backlog[bytes] = Backlog(LOG_FILE, self._append)
 
     def start(self, facts: RunFacts) -> None:
-        begin = "starting" if facts.resumed_from is None else f"resuming from step {facts.resumed_from}"
-        self._write(f"{begin}; steps {facts.first_step} to {facts.last_step}, {facts.tokens_per_step} tokens each")
+        begin = (
+            "starting" if facts.resumed_from is None else f"resuming from step {facts.resumed_from}"
+        )
+        self._write(
+            f"{begin}; steps {facts.first_step} to {facts.last_step}, {facts.tokens_per_step} tokens each"
+        )
         shares = parameter_shares(facts.active_parameters, facts.trained_parameters)
         self._write(
             f"{facts.devices} x {facts.device}; {quantity(facts.parameters)} parameters, "
             f"{shares}; {quantity(facts.flops_per_token)} FLOPs a token"
         )
-        self._write("versions: " + ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
+        self._write(
+            "versions: "
+            + ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+        )
         for note in facts.notes:
             self._write(note)
         config: str = yaml.safe_dump(dict(facts.config), sort_keys=False, allow_unicode=True)
@@ -48,14 +55,18 @@ class Log(Observer):
     def evaluated(self, report: EvalReport) -> None:
         known = report.bits_per_byte is not None and math.isfinite(report.bits_per_byte)
         bits = f", {report.bits_per_byte:.4f} bits per byte" if known else ""
-        perplexity = "" if math.isnan(report.perplexity) else f", perplexity {report.perplexity:.4g}"
+        perplexity = (
+            "" if math.isnan(report.perplexity) else f", perplexity {report.perplexity:.4g}"
+        )
         self._write(
             f"step {report.step}: validation loss {report.eval_loss:.4f}{perplexity}{bits}"
             f"{metrics_clause(report.metrics)}{ema_clause(report.ema_eval_loss)} ({duration(report.seconds)})"
         )
 
     def tasks_evaluated(self, report: TaskReport) -> None:
-        self._write(f"step {report.step}: {tasks_clause(report.results)} ({duration(report.seconds)})")
+        self._write(
+            f"step {report.step}: {tasks_clause(report.results)} ({duration(report.seconds)})"
+        )
 
     def sampled(self, report: SampleReport) -> None:
         self._write(f"step {report.step}: sample\n{report.prompt}{report.text}")
@@ -70,7 +81,10 @@ class Log(Observer):
         self._write(f"step {step}: saved {path} ({duration(seconds)})")
 
     def finish(self, report: EndReport) -> None:
-        self._write(f"{report.reason} at step {report.step}" + (f": {report.message}" if report.message else ""))
+        self._write(
+            f"{report.reason} at step {report.step}"
+            + (f": {report.message}" if report.message else "")
+        )
         try:
             self.backlog.flush()
         finally:

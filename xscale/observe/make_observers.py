@@ -18,7 +18,9 @@ def make_observers(config: ObserveConfig, folder: Path) -> ObserverGroup:
         raise ConfigError(problems)
     every = config.every_steps
     # Progress first: it shows the warning when another observer fails.
-    group = ObserverGroup([Progress(steps=config.progress, every=config.progress_steps), Log(folder)])
+    group = ObserverGroup(
+        [Progress(steps=config.progress, every=config.progress_steps), Log(folder)]
+    )
     group.add(Health(group.message, config.health_steps))
     group.add(Metrics(folder, every))
     if config.tensorboard:

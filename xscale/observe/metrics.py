@@ -192,7 +192,9 @@ def _is_kept(line: bytes, cut: Cut) -> bool:
 def _open_lines(path: Path) -> TextIO:
     """Open the lines of a metrics.jsonl. ConfigError where it cannot be read, or is no regular file."""
     try:
-        return TextIOWrapper(BufferedReader(open_run_file(path)), encoding="utf-8", errors="replace")
+        return TextIOWrapper(
+            BufferedReader(open_run_file(path)), encoding="utf-8", errors="replace"
+        )
     except OSError as error:
         fix = "Remove it, or copy the run again."
         raise ConfigError(str(path), f"cannot be read: {error.strerror}", fix) from None

@@ -8,7 +8,14 @@ from typing import Any, ClassVar, TextIO
 
 from xscale.core.foreign import reason
 from xscale.observe.backlog import Backlog
-from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport, TaskReport
+from xscale.observe.events import (
+    EndReport,
+    EvalReport,
+    RunFacts,
+    SampleReport,
+    StepReport,
+    TaskReport,
+)
 
 
 class Observer:
@@ -129,10 +136,13 @@ class ObserverGroup(Observer):
             self.message(warning)
         shown = len(self._warnings)
         self._notify(lambda observer: observer.finish(report))
-        for observer in [observer for observer in (*self._observers, *self._ended) if _missing(observer)]:
+        for observer in [
+            observer for observer in (*self._observers, *self._ended) if _missing(observer)
+        ]:
             error = None if observer.backlog is None else observer.backlog.error
             self._warnings.append(
-                f"warning: {_missing(observer)} could not be written" + (f" ({reason(error)})" if error else "")
+                f"warning: {_missing(observer)} could not be written"
+                + (f" ({reason(error)})" if error else "")
             )
             self.message(self._warnings[-1])
         if shown < len(self._warnings) or not self._shows_messages():
@@ -169,7 +179,11 @@ class ObserverGroup(Observer):
             self._say(f"warning: {what}; what is new is kept in memory, and tried again")
             return
         self._failing.discard(observer)
-        ending = f"; {_missing(observer)} could not be kept" if backlog.missing else ", and nothing is missing"
+        ending = (
+            f"; {_missing(observer)} could not be kept"
+            if backlog.missing
+            else ", and nothing is missing"
+        )
         self._say(f"{backlog.what} is written again{ending}")
 
     def _remove(self, observer: Observer, error: OSError) -> None:

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import ClassVar, TextIO
 
 from xscale.core.progress_bar import TerminalBar
-from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport, TaskReport
+from xscale.observe.events import (
+    EndReport,
+    EvalReport,
+    RunFacts,
+    SampleReport,
+    StepReport,
+    TaskReport,
+)
 from xscale.observe.format import (
     duration,
     ema_clause,
@@ -33,7 +40,9 @@ class Progress(Observer):
 
     shows_messages: ClassVar[bool] = True
 
-    def __init__(self, *, steps: bool = True, every: int = 10, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, *, steps: bool = True, every: int = 10, stream: TextIO | None = None
+    ) -> None:
         self._stream = stream or sys.stdout
         self._steps, self._every = steps, every
         self._facts: RunFacts | None = None
@@ -51,22 +60,32 @@ class Progress(Observer):
             f"{quantity(facts.tokens_per_step)} tokens a step, {facts.devices} x {facts.device}{resumed}"
         )
         if self._steps and self._stream.isatty():
-            self._bar = TerminalBar("step", facts.last_step, self._stream, completed=facts.first_step - 1, counts=True)
+            self._bar = TerminalBar(
+                "step", facts.last_step, self._stream, completed=facts.first_step - 1, counts=True
+            )
 
     def step(self, report: StepReport) -> None:
         assert self._facts is not None
         self._first = self._first or report
         if self._bar is not None:
             self._bar.update(report.step, self._summary(report))
-        elif self._steps and (due(report.step, self._every, self._facts) or self._is_silent_for_long()):
+        elif self._steps and (
+            due(report.step, self._every, self._facts) or self._is_silent_for_long()
+        ):
             self._last_line = time.monotonic()
             width = len(str(self._facts.last_step))
-            self._print(f"step {report.step:>{width}}/{self._facts.last_step}  {self._summary(report)}")
+            self._print(
+                f"step {report.step:>{width}}/{self._facts.last_step}  {self._summary(report)}"
+            )
 
     def evaluated(self, report: EvalReport) -> None:
         self._evaluation = report
-        numbers = f"{report.eval_loss:.4f}{_bits(report.bits_per_byte)}{metrics_clause(report.metrics)}"
-        self.message(f"step {report.step}: validation loss {numbers}{ema_clause(report.ema_eval_loss)}")
+        numbers = (
+            f"{report.eval_loss:.4f}{_bits(report.bits_per_byte)}{metrics_clause(report.metrics)}"
+        )
+        self.message(
+            f"step {report.step}: validation loss {numbers}{ema_clause(report.ema_eval_loss)}"
+        )
 
     def tasks_evaluated(self, report: TaskReport) -> None:
         self.message(f"step {report.step}: {tasks_clause(report.results)}")
@@ -88,10 +107,19 @@ class Progress(Observer):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        self.message(f"{report.reason} at step {report.step}" + (f": {report.message}" if report.message else ""))
+        self.message(
+            f"{report.reason} at step {report.step}"
+            + (f": {report.message}" if report.message else "")
+        )
         last = self._evaluation
-        if last is not None and (bits := _bits(last.bits_per_byte)) and report.baseline_bits_per_byte is not None:
-            baseline = f"an order-2 byte model of the same text: {report.baseline_bits_per_byte:.4f}"
+        if (
+            last is not None
+            and (bits := _bits(last.bits_per_byte))
+            and report.baseline_bits_per_byte is not None
+        ):
+            baseline = (
+                f"an order-2 byte model of the same text: {report.baseline_bits_per_byte:.4f}"
+            )
             self.message(f"validation: {bits.removeprefix(', ')}; {baseline}")
 
     def _is_silent_for_long(self) -> bool:

@@ -46,10 +46,15 @@ class Record:
 
 def write(record: Record) -> None:
     """Write report.json into the run folder, by one rename. Errors: OSError."""
-    facts = {item.name: getattr(record.facts, item.name) for item in dataclasses.fields(record.facts)}
+    facts = {
+        item.name: getattr(record.facts, item.name) for item in dataclasses.fields(record.facts)
+    }
     facts |= {"folder": None, "layouts": _pack(record.facts.layouts)}
     data = {
-        "facts": {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()},
+        "facts": {
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in facts.items()
+        },
         "samples": [dataclasses.asdict(sample) for sample in record.samples],
         "end": None if record.end is None else dataclasses.asdict(record.end),
         "resumed_from": list(record.resumed_from),
@@ -77,12 +82,24 @@ def read_record(folder: Path) -> Record:
     except FileNotFoundError:
         fix = "Give the folder of a run that was trained with observe.report=true."
         raise ConfigError(str(path), "the file does not exist", fix) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
-        raise ConfigError(str(path), f"the file is not the record of a run ({reason(error)})") from error
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        zlib.error,
+    ) as error:
+        raise ConfigError(
+            str(path), f"the file is not the record of a run ({reason(error)})"
+        ) from error
 
 
 def _steps(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(step) is int and 0 <= step < 2**63 for step in value):
+    if not isinstance(value, list) or not all(
+        type(step) is int and 0 <= step < 2**63 for step in value
+    ):
         raise TypeError("resumed_from is not a list of steps")
     return tuple(value)
 
@@ -111,7 +128,9 @@ def _is_of(kind: Any, value: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(_is_of(arguments[0], entry) for entry in value)
     if origin is Mapping:
-        return isinstance(value, dict) and all(_is_of(arguments[1], entry) for entry in value.values())
+        return isinstance(value, dict) and all(
+            _is_of(arguments[1], entry) for entry in value.values()
+        )
     return isinstance(value, origin)
 
 
@@ -122,7 +141,9 @@ def _pack(layouts: "Mapping[str, numpy.ndarray]") -> dict[str, Any]:
     kinds: dict[str, dict[str, Any]] = {}
     layers: dict[str, str] = {}
     for layer, layout in layouts.items():
-        bits = base64.b64encode(zlib.compress(numpy.packbits(layout.astype(bool)).tobytes(), 6)).decode()
+        bits = base64.b64encode(
+            zlib.compress(numpy.packbits(layout.astype(bool)).tobytes(), 6)
+        ).decode()
         kind = {"shape": list(layout.shape), "bits": bits}
         key = next((key for key, known in kinds.items() if known == kind), str(len(kinds)))
         kinds[key], layers[layer] = kind, key
@@ -146,7 +167,17 @@ def _unpack(data: Any) -> "dict[str, numpy.ndarray]":
     return {layer: kinds[key] for layer, key in data["layers"].items()}
 
 
-SCALARS = ("loss", "lr", "grad_norm", "tokens", "seconds", "step_seconds", "tokens_per_second", "mfu", "skipped")
+SCALARS = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "seconds",
+    "step_seconds",
+    "tokens_per_second",
+    "mfu",
+    "skipped",
+)
 COLUMNS = 240
 """Columns of a heat map: about the pixels of its card on the page."""
 WARM_UP = 5
@@ -158,7 +189,9 @@ class History:
     """The numbers of a run; nulls are nan."""
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
-    scalars: "dict[str, array[float]]" = field(default_factory=lambda: {name: array("d") for name in SCALARS})
+    scalars: "dict[str, array[float]]" = field(
+        default_factory=lambda: {name: array("d") for name in SCALARS}
+    )
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     tasks: list[dict[str, Any]] = field(default_factory=list)
     """Results of tasks, with step and tokens."""
@@ -199,7 +232,9 @@ def load_history(folder: Path) -> History:
     steps, sums = splits[0]
     history.split = {phase: seconds / steps for phase, seconds in sums.items()}
     for evaluation in (*history.evaluations, *history.tasks):
-        evaluation["tokens"] = value_at(history.steps, history.scalars["tokens"], evaluation["step"])
+        evaluation["tokens"] = value_at(
+            history.steps, history.scalars["tokens"], evaluation["step"]
+        )
     return history
 
 
@@ -225,7 +260,10 @@ def _split(splits: list[tuple[int, dict[str, float]]], item: dict[str, Any], *, 
     phases = {name[6:]: value for name, value in item.items() if name.startswith("split/")}
     if phases and not skip:
         steps, sums = splits[0]
-        splits[0] = (steps + 1, {phase: sums.get(phase, 0.0) + (value or 0.0) for phase, value in phases.items()})
+        splits[0] = (
+            steps + 1,
+            {phase: sums.get(phase, 0.0) + (value or 0.0) for phase, value in phases.items()},
+        )
 
 
 def _column(history: History, items: list[dict[str, Any]]) -> None:

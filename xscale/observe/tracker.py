@@ -37,7 +37,9 @@ class Tracker(Observer):
         self._id_file = folder / id_file
         self._facts: RunFacts | None = None
         name = type(self).__name__
-        self.backlog: Backlog[Callable[[], None]] = Backlog(name, lambda call: call(), LONGEST_PAUSE)
+        self.backlog: Backlog[Callable[[], None]] = Backlog(
+            name, lambda call: call(), LONGEST_PAUSE
+        )
 
     def stored_id(self) -> str | None:
         """Return the tracker's id of this run; None before it has one. OSError, also where the file holds no id."""
@@ -72,11 +74,17 @@ class Tracker(Observer):
             item["eval/bits_per_byte"] = report.bits_per_byte
         if report.ema_eval_loss is not None and math.isfinite(report.ema_eval_loss):
             item["eval/ema_loss"] = report.ema_eval_loss
-        item |= {f"eval/{name}": value for name, value in report.metrics.items() if math.isfinite(value)}
+        item |= {
+            f"eval/{name}": value for name, value in report.metrics.items() if math.isfinite(value)
+        }
         self._send(item, report.step)
 
     def tasks_evaluated(self, report: TaskReport) -> None:
-        results = {f"{TASKS}{name}": value for name, value in report.results.items() if math.isfinite(value)}
+        results = {
+            f"{TASKS}{name}": value
+            for name, value in report.results.items()
+            if math.isfinite(value)
+        }
         self._send(results, report.step)
 
     def sampled(self, report: SampleReport) -> None:

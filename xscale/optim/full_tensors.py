@@ -54,7 +54,10 @@ class FullTensors(Protocol):
         ...
 
     def map_matrices(
-        self, weights: Sequence[int], operand: Callable[[MatrixPart], Tensor], function: MatrixFunction
+        self,
+        weights: Sequence[int],
+        operand: Callable[[MatrixPart], Tensor],
+        function: MatrixFunction,
     ) -> Iterator[tuple[MatrixPart, Tensor]]:
         """Yield parts of those weights, and the local shard of `function` of the whole matrices of the part.
 
@@ -74,10 +77,16 @@ class UnshardedTensors:
         return tuple(self.values[weight].shape)
 
     def means(self, sums: Sequence[LocalSum]) -> list[Tensor]:
-        return [total.value / math.prod(self.shape(total.weight)[dim] for dim in total.dims) for total in sums]
+        return [
+            total.value / math.prod(self.shape(total.weight)[dim] for dim in total.dims)
+            for total in sums
+        ]
 
     def map_matrices(
-        self, weights: Sequence[int], operand: Callable[[MatrixPart], Tensor], function: MatrixFunction
+        self,
+        weights: Sequence[int],
+        operand: Callable[[MatrixPart], Tensor],
+        function: MatrixFunction,
     ) -> Iterator[tuple[MatrixPart, Tensor]]:
         for weight in weights:
             for part in parts_of(weight, self.shape(weight)):
@@ -93,4 +102,7 @@ def parts_of(weight: int, shape: tuple[int, ...], pieces: int = 1) -> list[Matri
         return [MatrixPart(weight)]
     largest = max(1, LARGEST_PART // max(1, math.prod(shape[1:])))
     step = max(1, min(largest, -(-shape[0] // pieces)))
-    return [MatrixPart(weight, slice(first, min(first + step, shape[0]))) for first in range(0, shape[0], step)]
+    return [
+        MatrixPart(weight, slice(first, min(first + step, shape[0])))
+        for first in range(0, shape[0], step)
+    ]

@@ -34,7 +34,9 @@ class ParameterGroup(Config):
 
 def group_of(name: str, groups: Sequence[ParameterGroup]) -> int | None:
     """Return the index of the first group whose pattern matches the parameter's full name."""
-    return next((index for index, group in enumerate(groups) if fnmatchcase(name, group.match)), None)
+    return next(
+        (index for index, group in enumerate(groups) if fnmatchcase(name, group.match)), None
+    )
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ OTHERS = "optimizer.others"
 """Label of the parameters that no group with a limit contains."""
 
 
-def clip_groups(names: Sequence[str], groups: Sequence[ParameterGroup], limit: float | None) -> list[ClipGroup]:
+def clip_groups(
+    names: Sequence[str], groups: Sequence[ParameterGroup], limit: float | None
+) -> list[ClipGroup]:
     """Split the parameters `names` by the limits of their groups: first those without, which have `limit`.
 
     There are as many entries on every rank, whatever parameters it holds.
@@ -64,7 +68,9 @@ def clip_groups(names: Sequence[str], groups: Sequence[ParameterGroup], limit: f
     clipped = [ClipGroup(OTHERS, limit, without_limit)]
     for number in limited:
         members = tuple(member for member, index in enumerate(indices) if index == number)
-        clipped.append(ClipGroup(f"optimizer.groups.{number}", groups[number].clip_grad_norm, members))
+        clipped.append(
+            ClipGroup(f"optimizer.groups.{number}", groups[number].clip_grad_norm, members)
+        )
     return clipped
 
 
@@ -75,24 +81,32 @@ def clip_factor(limit: float | None, norm: float) -> float:
 
 def lr_factors(groups: Sequence[ParameterGroup | None], progress: float) -> list[float]:
     """Return the multiplier of the learning rate of weights in these groups, after the fraction `progress` of a run."""
-    return [1.0 if group is None else group.lr_factor * (group.since <= progress < group.until) for group in groups]
+    return [
+        1.0 if group is None else group.lr_factor * (group.since <= progress < group.until)
+        for group in groups
+    ]
 
 
-def check_groups(groups: Sequence[ParameterGroup], names: Sequence[str], path: str) -> list[Problem]:
+def check_groups(
+    groups: Sequence[ParameterGroup], names: Sequence[str], path: str
+) -> list[Problem]:
     """Return a problem for each group without a parameter; `names` are those of the full model's trained parameters."""
     chosen = {group_of(name, groups) for name in names}
     problems = []
     for index, group in enumerate(groups):
         if group.since >= group.until:
             what = f"is {group.since:g}, and until={group.until:g}: the parameters would never be trained"
-            problems.append(Problem(f"{path}.{index}.since", what, "Or a value below until.", choices=take(0.0)))
+            problems.append(
+                Problem(f"{path}.{index}.since", what, "Or a value below until.", choices=take(0.0))
+            )
         if index in chosen:
             continue
         matched = [name for name in names if fnmatchcase(name, group.match)]
         if matched:
             earlier = groups[group_of(matched[0], groups) or 0].match
             what = (
-                f"'{group.match}' matches only parameters of earlier groups, such as '{earlier}'; the first match wins"
+                f"'{group.match}' matches only parameters of earlier groups, "
+                f"such as '{earlier}'; the first match wins"
             )
             fix = "Put it before them, or leave it out."
         else:
@@ -108,7 +122,9 @@ def nearest_patterns(pattern: str, names: Sequence[str]) -> list[str]:
 
     def similarity(candidate: str) -> float:
         words = candidate.split(".")
-        return sum(max(SequenceMatcher(None, word, other).ratio() for other in words) for word in wanted)
+        return sum(
+            max(SequenceMatcher(None, word, other).ratio() for other in words) for word in wanted
+        )
 
     candidates = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
     return sorted(candidates, key=similarity, reverse=True)[:NEAREST]
@@ -133,7 +149,9 @@ def describe_groups(groups: Sequence[ParameterGroup], sizes: Mapping[str, int]) 
         group = groups[index]
         settings = [f"lr_factor {group.lr_factor:g}"]
         settings += [] if group.weight_decay is None else [f"weight_decay {group.weight_decay:g}"]
-        settings += [] if group.clip_grad_norm is None else [f"clip_grad_norm {group.clip_grad_norm:g}"]
+        settings += (
+            [] if group.clip_grad_norm is None else [f"clip_grad_norm {group.clip_grad_norm:g}"]
+        )
         settings += [f"frozen before {group.since:g} of the steps"] * (group.since > 0)
         settings += [f"frozen from {group.until:g} of the steps"] * (group.until < 1)
         lines.append(f"optimizer group '{group.match}' ({', '.join(settings)}): {counts}")

@@ -24,7 +24,9 @@ class TrainedInputs:
 
     kinds: set[tuple[Any, ...]] = field(default_factory=set)
 
-    def runs_compiled(self, block: nn.Module, x: Any, tokens: Tokens, memory: Tensor | None) -> bool:
+    def runs_compiled(
+        self, block: nn.Module, x: Any, tokens: Tokens, memory: Tensor | None
+    ) -> bool:
         """Return whether `block` runs compiled on these inputs; those of training are remembered.
 
         x is the residual stream: one tensor, or several.
@@ -55,9 +57,13 @@ def compile_blocks(model: nn.Module) -> None:
         torch_private.wrap_compiled_call(block, _compiled_where_trained(block, trained))
 
 
-def _compiled_where_trained(block: Block, trained: TrainedInputs) -> torch_private.CompiledCallWrapper:
+def _compiled_where_trained(
+    block: Block, trained: TrainedInputs
+) -> torch_private.CompiledCallWrapper:
     def wrap(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(x: Any, tokens: Tokens, memory: Tensor | None = None, *more: Any, **named: Any) -> Any:
+        def call(
+            x: Any, tokens: Tokens, memory: Tensor | None = None, *more: Any, **named: Any
+        ) -> Any:
             run = compiled if trained.runs_compiled(block, x, tokens, memory) else plain
             return run(x, tokens, memory, *more, **named)
 

@@ -38,13 +38,18 @@ class TensorConfig(Config):
 
 
 class PipelineConfig(Config):
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"] = (
+        "1f1b"
+    )
     """Pipeline schedule: the order of forwards and backwards of a step's micro-batches."""
     stages_per_rank: int = Field(default=2, ge=1)
     """Stages of each rank (virtual pipeline stages), with schedule interleaved_1f1b."""
     blocks_per_stage: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """Blocks of each stage, first to last (an encoder's before its decoder's); null: stages of balanced cost."""
-    renamed: ClassVar[dict[str, str]] = {"chunks": "stages_per_rank", "stages_by_hand": "blocks_per_stage"}
+    renamed: ClassVar[dict[str, str]] = {
+        "chunks": "stages_per_rank",
+        "stages_by_hand": "blocks_per_stage",
+    }
 
 
 class ContextConfig(Config):
@@ -83,12 +88,19 @@ class RecomputeConfig(Config):
     reversible: bool = True
     """Free the inputs of reversible blocks (block.residual=reversible) in forward and reconstruct them in backward;
     false: save what other blocks save, the baseline for measurements."""
-    renamed: ClassVar[dict[str, str]] = {"keep": "granularity", "gathered": "regather_sequence_parallel_input"}
+    renamed: ClassVar[dict[str, str]] = {
+        "keep": "granularity",
+        "gathered": "regather_sequence_parallel_input",
+    }
 
     @field_validator("granularity", mode="before")
     @classmethod
     def _old_value(cls, value: Any) -> Any:
-        return {"input": "full", "products": "selective"}.get(value, value) if isinstance(value, str) else value
+        return (
+            {"input": "full", "products": "selective"}.get(value, value)
+            if isinstance(value, str)
+            else value
+        )
 
 
 class ParallelConfig(Config):

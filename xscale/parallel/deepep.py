@@ -44,7 +44,9 @@ CAPABILITY = (9, 0)
 """Minimal compute capability."""
 
 
-def check(model: nn.Module, parallel: ParallelConfig, precision: PrecisionConfig, path: str) -> list[Problem]:
+def check(
+    model: nn.Module, parallel: ParallelConfig, precision: PrecisionConfig, path: str
+) -> list[Problem]:
     """List what DeepEP cannot do; `path` is that of section `parallel`."""
     if parallel.expert.dispatch != "deepep":
         return []
@@ -71,7 +73,9 @@ def check(model: nn.Module, parallel: ParallelConfig, precision: PrecisionConfig
             refuse(what, fix="Or take expert_dropout=0.")
         router = str(moe.config.router.kind)
         if ROUTERS.of(moe.config.router).traits.choice != "token":
-            what = f"DeepEP takes the same number of experts for each token, and '{router}' does not"
+            what = (
+                f"DeepEP takes the same number of experts for each token, and '{router}' does not"
+            )
             refuse(what, instead("router", router, ROUTERS.able(choice="token")))
     return list(dict.fromkeys(problems))
 
@@ -82,11 +86,17 @@ def unsupported_device(parallel: ParallelConfig, device: torch.device) -> Proble
         return None
     key, gpu = "parallel.expert.dispatch", "{}.{}".format(*CAPABILITY)
     if device.type != "cuda":
-        return Problem(key, f"DeepEP needs GPUs, and the device is a {device.type}", "Take all_to_all.")
+        return Problem(
+            key, f"DeepEP needs GPUs, and the device is a {device.type}", "Take all_to_all."
+        )
     if torch.cuda.get_device_capability(device) < CAPABILITY:
-        return Problem(key, f"DeepEP needs GPUs of compute capability {gpu} or newer", "Take all_to_all.")
+        return Problem(
+            key, f"DeepEP needs GPUs of compute capability {gpu} or newer", "Take all_to_all."
+        )
     if importlib.util.find_spec("deep_ep") is None:
-        return Problem(key, "DeepEP is not installed", "Build deep_ep from its source, or take all_to_all.")
+        return Problem(
+            key, "DeepEP is not installed", "Build deep_ep from its source, or take all_to_all."
+        )
     return None
 
 
@@ -117,8 +127,12 @@ class SharedBuffer:
 
             ranks, token_bytes = self.group.size(), 2 * self.width
             settings = (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks))
-            nvlink_bytes = max(setting.get_nvl_buffer_size_hint(token_bytes, ranks) for setting in settings)
-            rdma_bytes = max(setting.get_rdma_buffer_size_hint(token_bytes, ranks) for setting in settings)
+            nvlink_bytes = max(
+                setting.get_nvl_buffer_size_hint(token_bytes, ranks) for setting in settings
+            )
+            rdma_bytes = max(
+                setting.get_rdma_buffer_size_hint(token_bytes, ranks) for setting in settings
+            )
             self._buffer = Buffer(self.group, nvlink_bytes, rdma_bytes)
         return self._buffer
 
@@ -126,7 +140,9 @@ class SharedBuffer:
 class ExpertsByDeepEp:
     """Substitute for `Moe.apply_experts`: tokens travel to the ranks of their experts, and sums of outputs back."""
 
-    def __init__(self, moe: Any, inner: Callable[[Tensor, DispatchPlan], Tensor], buffer: SharedBuffer) -> None:
+    def __init__(
+        self, moe: Any, inner: Callable[[Tensor, DispatchPlan], Tensor], buffer: SharedBuffer
+    ) -> None:
         self.moe, self.inner, self.buffer = moe, inner, buffer
 
     def __call__(self, flat: Tensor, plan: DispatchPlan) -> Tensor:
@@ -137,12 +153,18 @@ class ExpertsByDeepEp:
             flat, weights.float(), experts, count, buffer
         )
         outputs = self._local(
-            received, local_experts, local_weights, sum(row_counts), count // self.buffer.group.size()
+            received,
+            local_experts,
+            local_weights,
+            sum(row_counts),
+            count // self.buffer.group.size(),
         )
         combined: Tensor = _Combine.apply(outputs, buffer, handle)  # type: ignore[no-untyped-call]
         return combined
 
-    def _local(self, received: Tensor, experts: Tensor, weights: Tensor, rows: int, count: int) -> Tensor:
+    def _local(
+        self, received: Tensor, experts: Tensor, weights: Tensor, rows: int, count: int
+    ) -> Tensor:
         """Weighted sums [P, D] of the outputs of this rank's `count` experts for the tokens received [P, D].
 
         `experts` [P, k] are this rank's own, -1 for others, with weights [P, k]; `rows` of them are not -1.
@@ -153,8 +175,12 @@ class ExpertsByDeepEp:
         tokens = order // experts.shape[1]
         numbers = torch.arange(count, device=experts.device)
         tokens_per_expert = (by_expert == numbers[:, None]).sum(1)
-        outputs = self.moe.experts(permute(received, tokens, implementation=kernel), tokens_per_expert, None)
-        return unpermute(outputs, tokens, weights.flatten()[order], len(received), implementation=kernel)
+        outputs = self.moe.experts(
+            permute(received, tokens, implementation=kernel), tokens_per_expert, None
+        )
+        return unpermute(
+            outputs, tokens, weights.flatten()[order], len(received), implementation=kernel
+        )
 
 
 def expert_choices(plan: DispatchPlan, tokens: int, k: int) -> tuple[Tensor, Tensor]:
@@ -165,7 +191,9 @@ def expert_choices(plan: DispatchPlan, tokens: int, k: int) -> tuple[Tensor, Ten
     rows = len(plan.tokens)
     row = torch.arange(rows, device=plan.tokens.device)
     # Rows that no expert counts are of dropped assignments.
-    experts = experts_of_rows(plan.tokens_per_expert, rows).where(row < plan.tokens_per_expert.sum(), -1)
+    experts = experts_of_rows(plan.tokens_per_expert, rows).where(
+        row < plan.tokens_per_expert.sum(), -1
+    )
     token_rows = plan.token_rows
     if token_rows is None:
         order = plan.tokens.argsort(stable=True)
@@ -181,7 +209,9 @@ class _Dispatch(torch.autograd.Function):
     """Tokens [N, D] and weights [N, k] to the ranks of experts [N, k]; backward combines their gradients."""
 
     @staticmethod
-    def forward(context: Any, tokens: Tensor, weights: Tensor, experts: Tensor, count: int, buffer: Any) -> Any:
+    def forward(
+        context: Any, tokens: Tensor, weights: Tensor, experts: Tensor, count: int, buffer: Any
+    ) -> Any:
         experts = experts.contiguous()
         per_rank, per_node, per_expert, is_sent, _ = buffer.get_dispatch_layout(experts, count)
         received, local_experts, local_weights, row_counts, handle, _ = buffer.dispatch(
@@ -216,4 +246,8 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        return context.deepep_buffer.dispatch(gradient.contiguous(), handle=context.handle)[0], None, None
+        return (
+            context.deepep_buffer.dispatch(gradient.contiguous(), handle=context.handle)[0],
+            None,
+            None,
+        )

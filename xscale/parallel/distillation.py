@@ -24,7 +24,9 @@ from xscale.parallel.shard.sharding import dense_mesh
 from xscale.parallel.tensor.sequence import GatherSequence
 
 
-def sequence_gather(mesh: Mesh, config: ParallelConfig) -> Callable[[Tensor, Tokens], Tensor] | None:
+def sequence_gather(
+    mesh: Mesh, config: ParallelConfig
+) -> Callable[[Tensor, Tokens], Tensor] | None:
     """Return what gathers states between the blocks, [B, T/R, D] -> [B, T, D]; None without sequence parallelism."""
     if mesh.degrees.tp == 1 or not config.tensor.sequence:
         return None
@@ -41,7 +43,9 @@ def scores_of_shard(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
     keys = _gather(k, mask)  # [B, G, T, K]
     if mask.pairs is not None:
         # The terms of the position are of distances between indices, which are those of the full sequence.
-        full = attention_scores(_gather(q, mask), keys, mask.full(0, q.shape[1], lambda position, plain: False))
+        full = attention_scores(
+            _gather(q, mask), keys, mask.full(0, q.shape[1], lambda position, plain: False)
+        )
         return mask.sharding.shard(full.transpose(1, 2)).transpose(1, 2)  # [B, H, P, T]
     scores: Tensor = upcast(grouped_matmul(q, keys.mT)) * q.shape[-1] ** -0.5
     bias = mask.bias_of(mask.query_shard.positions, mask.key_shard.full.positions)
@@ -82,7 +86,10 @@ class TeacherRanks:
         def of(reader: int) -> Tokens:
             return gathered.map_tensors(lambda tensor: tensor[reader])
 
-        return [replace(of(reader), shared_values=type(tokens.shared_values)()) for reader in self.readers]
+        return [
+            replace(of(reader), shared_values=type(tokens.shared_values)())
+            for reader in self.readers
+        ]
 
     def own_heads(self, scores: Tensor) -> Tensor:
         """Attention scores [B, H/R, T, T] of the teacher's heads -> those of the student's heads on this rank."""
@@ -122,7 +129,9 @@ def _tp_group(degrees: Degrees, rank: int) -> list[int]:
 def runs_in_one_stage(student: Degrees, of_teacher: Degrees, *, sharded: bool) -> bool:
     """Whether the ranks that run a teacher together are always of one pipeline stage of the student, and so run it at
     the same time. `sharded`: whether its parameters are sharded over dp_shard."""
-    groups = of_teacher.groups_along("tp") + (of_teacher.groups_along("dp_shard") if sharded else [])
+    groups = of_teacher.groups_along("tp") + (
+        of_teacher.groups_along("dp_shard") if sharded else []
+    )
     return all(len({student.coordinate(rank, "pp") for rank in group}) == 1 for group in groups)
 
 

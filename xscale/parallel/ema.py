@@ -41,7 +41,9 @@ class ExponentialMovingAverage:
     def update(self) -> None:
         """Set each average to decay * average + (1 - decay) * weight."""
         if self.averages:
-            foreach_lerp_(self.averages, [parameter.local for parameter in self.parameters], 1 - self.decay)
+            foreach_lerp_(
+                self.averages, [parameter.local for parameter in self.parameters], 1 - self.decay
+            )
 
     @contextmanager
     def replacing_weights(self) -> Iterator[None]:

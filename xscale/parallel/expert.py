@@ -39,7 +39,9 @@ def check(model: nn.Module, ep: int, path: str) -> list[Problem]:
     problems = {}
     counts = [
         parameter.shape[axes.index("experts")]
-        for (_, axes), (_, parameter) in zip(parameter_axes(model).items(), model.named_parameters(), strict=True)
+        for (_, axes), (_, parameter) in zip(
+            parameter_axes(model).items(), model.named_parameters(), strict=True
+        )
         if "experts" in axes
     ]
     if ep > 1 and not counts:
@@ -82,7 +84,9 @@ class SplitRowsOverTp:
         rank, ranks, total = self.group.rank(), self.group.size(), len(rows)
         first, end = total * rank // ranks, total * (rank + 1) // ranks
         ends = tokens_per_expert.cumsum(0)
-        local_tokens_per_expert = ends.clamp(first, end) - (ends - tokens_per_expert).clamp(first, end)
+        local_tokens_per_expert = ends.clamp(first, end) - (ends - tokens_per_expert).clamp(
+            first, end
+        )
         keys = None if dropout_keys is None else dropout_keys[first:end]
         outputs = self.dispatch(rows[first:end], local_tokens_per_expert, experts, keys)
         return F.pad(outputs, (0, 0, first, total - end))
@@ -109,15 +113,23 @@ class AllToAll:
         dropped = len(rows) - sum(send_rows)
         # Step 4: dispatch.
         sent = rows[: len(rows) - dropped] if dropped else rows
-        received = all_to_all(sent, send_rows, receive_rows, self.group)  # [M', D], by (rank, expert)
+        received = all_to_all(
+            sent, send_rows, receive_rows, self.group
+        )  # [M', D], by (rank, expert)
         by_expert, by_rank = _by_expert(receive, len(received))
         keys = None
         if dropout_keys is not None:
-            keys = all_to_all(dropout_keys[: len(sent)], send_rows, receive_rows, self.group)[by_expert]  # [M']
+            keys = all_to_all(dropout_keys[: len(sent)], send_rows, receive_rows, self.group)[
+                by_expert
+            ]  # [M']
         # Step 5: experts.
-        outputs = experts(reorder(received, by_expert, by_rank), receive.sum(0), keys)  # [M', D], by (expert, rank)
+        outputs = experts(
+            reorder(received, by_expert, by_rank), receive.sum(0), keys
+        )  # [M', D], by (expert, rank)
         # Step 6: all-to-all back.
-        returned = all_to_all(reorder(outputs, by_rank, by_expert), receive_rows, send_rows, self.group)
+        returned = all_to_all(
+            reorder(outputs, by_rank, by_expert), receive_rows, send_rows, self.group
+        )
         return F.pad(returned, (0, 0, 0, dropped)) if dropped else returned  # [M, D]
 
     def split_sizes(self, send: Tensor, receive: Tensor) -> tuple[list[int], list[int]]:

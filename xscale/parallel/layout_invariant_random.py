@@ -53,34 +53,54 @@ class ShardedRandomNumbers(RandomNumbers):
         size = self.global_size(shape[dim], tokens)
         if size == shape[dim]:
             return self.inner.draw(make, shape, dims, tokens)
-        full = self.inner.draw(make, (*shape[:dim], size, *shape[dim + 1 :]), dims, self.full_tokens(tokens))
+        full = self.inner.draw(
+            make, (*shape[:dim], size, *shape[dim + 1 :]), dims, self.full_tokens(tokens)
+        )
         return self.shard(full, dim, shape[dim], tokens)
 
     def offset(self, dim: Axis) -> int:
         return self.inner.offset(dim)
 
-    def dropout(self, x: Tensor, p: float, dims: tuple[Axis, ...], tokens: Tokens | None = None) -> Tensor:
+    def dropout(
+        self, x: Tensor, p: float, dims: tuple[Axis, ...], tokens: Tokens | None = None
+    ) -> Tensor:
         if not p:
             return x
         if self.axis not in dims:
             return self.inner.dropout(x, p, dims, tokens)
         plain = RandomNumbers()
-        return x * self.draw(lambda size: plain.dropout(x.new_ones(size), p, dims), tuple(x.shape), dims, tokens)
+        return x * self.draw(
+            lambda size: plain.dropout(x.new_ones(size), p, dims), tuple(x.shape), dims, tokens
+        )
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, p: float, *, attn_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        p: float,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         return self.inner.attention(q, k, v, p, attn_mask=attn_mask, is_causal=is_causal)
 
     def dropout_add(
-        self, x: Tensor, residual: Tensor, p: float, tokens: Tokens, implementation: str | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        p: float,
+        tokens: Tokens,
+        implementation: str | None = None,
     ) -> Tensor:
         plain = RandomNumbers()
         if not p:
             return plain.dropout_add(x, residual, p, tokens, implementation)
 
         def mask(shape: tuple[int, ...]) -> Tensor:
-            return plain.dropout_add(x.new_ones(shape), x.new_zeros(shape), p, tokens, implementation)
+            return plain.dropout_add(
+                x.new_ones(shape), x.new_zeros(shape), p, tokens, implementation
+            )
 
         return residual + x * self.draw(mask, tuple(x.shape), ("batch", "tokens", "width"), tokens)
 
@@ -136,7 +156,14 @@ class HeadsOfCore(ShardedRandomNumbers):
         return self.core.first_head if dim == "heads" else self.inner.offset(dim)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, p: float, *, attn_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        p: float,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         if not p or q.shape[1] == self.heads:
             return super().attention(q, k, v, p, attn_mask=attn_mask, is_causal=is_causal)

@@ -44,7 +44,9 @@ class ParallelPlan:
                 problems += step.check(model, settings)
         return problems
 
-    def estimate(self, model: nn.Module, world: int, micro_batches: int = 1) -> dict[str, dict[str, object]]:
+    def estimate(
+        self, model: nn.Module, world: int, micro_batches: int = 1
+    ) -> dict[str, dict[str, object]]:
         """Estimate the costs of each step for a full model on meta: step name -> values."""
         settings = self.settings(world, micro_batches)
         estimates = {step.name: step.estimate(model, settings) for step in STEPS}
@@ -72,7 +74,11 @@ class ParallelPlan:
         return self.shard(model, mesh, fill, log)
 
     def shard(
-        self, model: nn.Module, mesh: Mesh, fill: FillParameters, log: Callable[[str], None] = lambda line: None
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        fill: FillParameters,
+        log: Callable[[str], None] = lambda line: None,
     ) -> nn.Module:
         """Apply all steps; `fill` gives each pipeline stage's parameters their storage."""
         settings = self.settings(mesh.degrees.world)

@@ -26,7 +26,11 @@ from xscale.parallel.roles import seams_in
 def reversible_blocks(model: nn.Module) -> list[Block]:
     """Return the blocks whose input is a function of their output: they add to residual streams at a seam."""
     blocks = [module for module in model.modules() if isinstance(module, Block)]
-    return [block for block in blocks if any(True for _ in seams_in(block.sublayers().values(), Role.RESIDUAL_SUM))]
+    return [
+        block
+        for block in blocks
+        if any(True for _ in seams_in(block.sublayers().values(), Role.RESIDUAL_SUM))
+    ]
 
 
 def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
@@ -75,7 +79,9 @@ def add_and_free(sublayer: Any, first: Tensor, second: Tensor, *inputs: Any) -> 
     arguments = (second, *inputs)
     # The recomputation must run to its end: its result restores the input.
     with set_checkpoint_early_stop(False):
-        y: Tensor = checkpoint(with_state_of_forward(run, arguments), *arguments, use_reentrant=False)
+        y: Tensor = checkpoint(
+            with_state_of_forward(run, arguments), *arguments, use_reentrant=False
+        )
     output = first + y
     freed.free(output)
     return output

@@ -23,7 +23,9 @@ def seams_in(modules: Iterable[nn.Module], *roles: Role) -> Iterator[tuple[Any, 
 
 def norms_between_regions(model: nn.Module) -> list[Norm]:
     """Return the norms that are applied between regions."""
-    parts = [getattr(module, seam) for module, seam, _ in seams_in(model.modules(), Role.BETWEEN_REGIONS)]
+    parts = [
+        getattr(module, seam) for module, seam, _ in seams_in(model.modules(), Role.BETWEEN_REGIONS)
+    ]
     return [part for part in parts if isinstance(part, Norm)]
 
 

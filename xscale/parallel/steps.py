@@ -100,13 +100,21 @@ class PipelineStep(_Step):
     name = "pipeline"
 
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
-        return [] if model is None else pipeline.check(model, settings.parallel, "parallel", settings.length)
+        return (
+            []
+            if model is None
+            else pipeline.check(model, settings.parallel, "parallel", settings.length)
+        )
 
     def estimate(self, model: nn.Module, settings: StepSettings) -> dict[str, object]:
         from xscale.parallel.pipeline import simulate
 
         pp, config = settings.parallel.mesh.pp, settings.parallel.pipeline
-        return {} if pp == 1 else simulate.estimate(model, config, pp, settings.micro_batches, settings.length)
+        return (
+            {}
+            if pp == 1
+            else simulate.estimate(model, config, pp, settings.micro_batches, settings.length)
+        )
 
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
@@ -151,7 +159,9 @@ class PrecisionStep(_Step):
         precision.set_float32_matmul(names.float32_matmul)
         done = []
         if names.compute != names.master:
-            done.append(f"mixed precision: compute in {names.compute}, master parameters in {names.master}")
+            done.append(
+                f"mixed precision: compute in {names.compute}, master parameters in {names.master}"
+            )
         if names.float32_matmul != "highest":
             done.append(f"float32 matmuls of {names.float32_matmul} precision")
         return model, f"Applied {' and '.join(done)}" if done else None
@@ -172,7 +182,11 @@ class ShardingStep(_Step):
             replicated = tensor.replicated_parameters(stage, mesh.degrees.tp)
             sharding.apply(stage, mesh, settings.parallel, replicated)
         count = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
-        axes = ", ".join(f"{axis}={getattr(mesh.degrees, axis)}" for axis in ("tp", "ep") if _degree(mesh, axis) > 1)
+        axes = ", ".join(
+            f"{axis}={getattr(mesh.degrees, axis)}"
+            for axis in ("tp", "ep")
+            if _degree(mesh, axis) > 1
+        )
         return model, f"Sharded {count} parameters over {axes}" if count else None
 
 
@@ -191,9 +205,14 @@ class ContextStep(_Step):
         if not context.apply(model, mesh, settings.parallel):
             return model, None
         attentions = seams_in(model.modules(), Role.ATTENTION)
-        styles = sorted({str(context.style_of(module, settings.parallel)) for module, *_ in attentions})
+        styles = sorted(
+            {str(context.style_of(module, settings.parallel)) for module, *_ in attentions}
+        )
         style = ", ".join(styles) or "no attention"
-        return model, f"Applied context parallelism cp={mesh.degrees.cp} ({style}) to {len(blocks_of(model))} blocks"
+        return (
+            model,
+            f"Applied context parallelism cp={mesh.degrees.cp} ({style}) to {len(blocks_of(model))} blocks",
+        )
 
 
 class BatchStatisticsStep(_Step):
@@ -204,7 +223,12 @@ class BatchStatisticsStep(_Step):
     ) -> tuple[nn.Module, str | None]:
         sentence_contrast.apply(model, mesh)
         count = batch_statistics.apply(model, mesh)
-        return model, f"Applied statistics over all data-parallel ranks to {count} batch norms" if count else None
+        return (
+            model,
+            f"Applied statistics over all data-parallel ranks to {count} batch norms"
+            if count
+            else None,
+        )
 
 
 class ExpertStep(_Step):
@@ -225,7 +249,10 @@ class ExpertStep(_Step):
         layers, dispatch = len(list(seams_in(model.modules(), Role.DISPATCH))), ""
         if settings.parallel.expert.dispatch != "all_to_all":
             dispatch = f", dispatch by {settings.parallel.expert.dispatch},"
-        return model, f"Applied expert parallelism ep={mesh.degrees.ep}{dispatch} to {layers} MoE layers"
+        return (
+            model,
+            f"Applied expert parallelism ep={mesh.degrees.ep}{dispatch} to {layers} MoE layers",
+        )
 
 
 class TensorStep(_Step):
@@ -246,7 +273,10 @@ class TensorStep(_Step):
         if mesh.degrees.tp == 1:
             return model, None
         sequence = " with sequence parallelism" if settings.parallel.tensor.sequence else ""
-        return model, f"Applied tensor parallelism tp={mesh.degrees.tp}{sequence} to {len(blocks_of(model))} blocks"
+        return (
+            model,
+            f"Applied tensor parallelism tp={mesh.degrees.tp}{sequence} to {len(blocks_of(model))} blocks",
+        )
 
 
 class Float8Step(_Step):
@@ -276,12 +306,18 @@ class ActivationCheckpointingStep(_Step):
         config = settings.parallel.recompute
         reconstructed = reversible.apply(model) if config.reversible else 0
         if reconstructed:
-            return model, f"Applied reconstruction of the inputs of {reconstructed} reversible blocks"
+            return (
+                model,
+                f"Applied reconstruction of the inputs of {reconstructed} reversible blocks",
+            )
         count = activation_checkpointing.apply(model, config)
         if not count:
             return model, None
         offloads = ", whose inputs are offloaded to CPU memory" if config.offload else ""
-        return model, f"Applied {config.granularity} activation checkpointing to {count} blocks{offloads}"
+        return (
+            model,
+            f"Applied {config.granularity} activation checkpointing to {count} blocks{offloads}",
+        )
 
 
 class CompileStep(_Step):
@@ -305,7 +341,9 @@ class ZeroStep(_Step):
         if settings.degrees is None:
             return []
         problems = zero.check(settings.parallel, settings.degrees, "parallel")
-        return problems + deepspeed.check(settings.parallel, settings.precision, settings.degrees, "parallel")
+        return problems + deepspeed.check(
+            settings.parallel, settings.precision, settings.degrees, "parallel"
+        )
 
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters

@@ -52,7 +52,9 @@ class CostModel:
     model: nn.Module
     settings: Settings
     device: Device
-    state_bytes_cache: dict[tuple[Degrees, int], ModelStateBytes] = field(default_factory=dict, compare=False)
+    state_bytes_cache: dict[tuple[Degrees, int], ModelStateBytes] = field(
+        default_factory=dict, compare=False
+    )
     """Results of `state_bytes`, which visits every parameter: thousands of estimates share few layouts."""
 
     imbalance_cache: dict[tuple[int, str, int], float] = field(default_factory=dict, compare=False)
@@ -65,15 +67,17 @@ class CostModel:
         """
         key = (pp, schedule, chunks)
         if key not in self.imbalance_cache:
-            config = self.settings.parallel.pipeline.model_copy(update={"schedule": schedule, "chunks": chunks})
+            config = self.settings.parallel.pipeline.model_copy(
+                update={"schedule": schedule, "chunks": chunks}
+            )
             schedule_kind, (blocks, head) = schedule_of(config), self.costs
             count, work = schedule_kind.stages(config, pp), [0.0] * pp
             if count <= len(blocks):
                 at = 0
                 for stage, size_of_stage in enumerate(balance(blocks, head, count)):
-                    work[schedule_kind.rank_of(stage, pp)] += sum(blocks[at : at + size_of_stage]) + head * (
-                        stage == count - 1
-                    )
+                    work[schedule_kind.rank_of(stage, pp)] += sum(
+                        blocks[at : at + size_of_stage]
+                    ) + head * (stage == count - 1)
                     at += size_of_stage
             self.imbalance_cache[key] = max(work) * pp / sum(work) if sum(work) else math.inf
         return self.imbalance_cache[key]
@@ -125,7 +129,10 @@ class CostModel:
     def flops(self) -> float:
         """FLOPs of a step, without recomputation."""
         data = self.settings.data
-        return training_flops(self.model, data.target_length, data.source_length) * self.settings.train.batch_size
+        return (
+            training_flops(self.model, data.target_length, data.source_length)
+            * self.settings.train.batch_size
+        )
 
     @cached_property
     def compute(self) -> torch.dtype:
@@ -153,7 +160,11 @@ def estimate(cost_model: CostModel, choice: LayoutChoice) -> Estimate:
     """Estimate the step's time and the largest rank's memory."""
     state_and_activations = _state_bytes(cost_model, choice) + _activations(cost_model, choice)
     device = cost_model.device
-    memory = state_and_activations * (1 + device.slack) + device.runtime + COMMUNICATORS * device.communicator
+    memory = (
+        state_and_activations * (1 + device.slack)
+        + device.runtime
+        + COMMUNICATORS * device.communicator
+    )
     return Estimate(_seconds(cost_model, choice), memory)
 
 
@@ -165,21 +176,39 @@ def _state_bytes(cost_model: CostModel, choice: LayoutChoice) -> float:
         cost_model.state_bytes(degrees, 0).parameters,
     )
     # Stage 3 gathers a block or two at a time.
-    return state_bytes + (used if choice.stage < 3 else 2 * used / max(1, cost_model.blocks // degrees.pp))
+    return state_bytes + (
+        used if choice.stage < 3 else 2 * used / max(1, cost_model.blocks // degrees.pp)
+    )
 
 
 def _activations(cost_model: CostModel, choice: LayoutChoice) -> float:
     degrees, itemsize = choice.degrees, cost_model.compute.itemsize
-    tokens = choice.micro_batch_size * cost_model.settings.data.sequence_length / (degrees.cp * degrees.tp)
-    saved = SAVED_ACTIVATIONS * cost_model.active / max(1, cost_model.blocks) / cost_model.width * itemsize
+    tokens = (
+        choice.micro_batch_size
+        * cost_model.settings.data.sequence_length
+        / (degrees.cp * degrees.tp)
+    )
+    saved = (
+        SAVED_ACTIVATIONS
+        * cost_model.active
+        / max(1, cost_model.blocks)
+        / cost_model.width
+        * itemsize
+    )
     recomputed = 0.0 if not choice.every else 1 / choice.every
     matmul_outputs = saved * MATMUL_OUTPUTS if choice.granularity == "selective" else 0.0
-    per_block = saved * (1 - recomputed) + (cost_model.width * itemsize + matmul_outputs) * recomputed
+    per_block = (
+        saved * (1 - recomputed) + (cost_model.width * itemsize + matmul_outputs) * recomputed
+    )
     in_flight = 1.0
     if degrees.pp > 1:
         started = min(choice.micro_batches(cost_model), degrees.pp)
-        in_flight = started + ((degrees.pp - 1) / choice.chunks if choice.schedule == "interleaved_1f1b" else 0)
-    return tokens * (per_block * cost_model.blocks / degrees.pp * in_flight + (saved if choice.every else 0))
+        in_flight = started + (
+            (degrees.pp - 1) / choice.chunks if choice.schedule == "interleaved_1f1b" else 0
+        )
+    return tokens * (
+        per_block * cost_model.blocks / degrees.pp * in_flight + (saved if choice.every else 0)
+    )
 
 
 def bubble(choice: LayoutChoice, micro_batches: int) -> float:
@@ -196,12 +225,21 @@ def _seconds(cost_model: CostModel, choice: LayoutChoice) -> float:
     degrees = choice.degrees
     device = cost_model.device
     micro_batches = choice.micro_batches(cost_model)
-    recomputation = 1 + (1 / (3 * choice.every) if choice.every and choice.granularity == "full" else 0)
-    compute = cost_model.flops * recomputation / degrees.world / (device.flops_in(cost_model.compute) * device.reach)
+    recomputation = 1 + (
+        1 / (3 * choice.every) if choice.every and choice.granularity == "full" else 0
+    )
+    compute = (
+        cost_model.flops
+        * recomputation
+        / degrees.world
+        / (device.flops_in(cost_model.compute) * device.reach)
+    )
     exposed = _layer_traffic_seconds(cost_model, choice, micro_batches) + max(
         0.0, _data_parallel_seconds(cost_model, choice, micro_batches) - compute / micro_batches
     )
-    imbalance = cost_model.imbalance(degrees.pp, choice.schedule, choice.chunks) if degrees.pp > 1 else 1.0
+    imbalance = (
+        cost_model.imbalance(degrees.pp, choice.schedule, choice.chunks) if degrees.pp > 1 else 1.0
+    )
     return (compute + exposed) * imbalance / (1 - bubble(choice, micro_batches))
 
 
@@ -210,26 +248,44 @@ def _rate(cost_model: CostModel, ranks: int) -> float:
     return cost_model.device.link if ranks <= cost_model.device.node else cost_model.device.network
 
 
-def _layer_traffic_seconds(cost_model: CostModel, choice: LayoutChoice, micro_batches: int) -> float:
+def _layer_traffic_seconds(
+    cost_model: CostModel, choice: LayoutChoice, micro_batches: int
+) -> float:
     """Exposed seconds inside the blocks of a rank: tp collectives, all-to-alls of experts, keys and values of cp."""
     degrees = choice.degrees
     tokens = choice.micro_batch_size * cost_model.settings.data.sequence_length / degrees.cp
     rows = tokens * cost_model.width * cost_model.compute.itemsize
-    layer_seconds = TP_COLLECTIVES * rows * (degrees.tp - 1) / degrees.tp / _rate(cost_model, degrees.tp)
+    layer_seconds = (
+        TP_COLLECTIVES * rows * (degrees.tp - 1) / degrees.tp / _rate(cost_model, degrees.tp)
+    )
     if degrees.ep > 1:
-        layer_seconds += ALL_TO_ALLS * rows * (degrees.ep - 1) / degrees.ep / _rate(cost_model, degrees.tp * degrees.ep)
+        layer_seconds += (
+            ALL_TO_ALLS
+            * rows
+            * (degrees.ep - 1)
+            / degrees.ep
+            / _rate(cost_model, degrees.tp * degrees.ep)
+        )
     if degrees.cp > 1:
         layer_seconds += 2 * rows * (degrees.cp - 1) / _rate(cost_model, degrees.tp * degrees.cp)
     return layer_seconds * cost_model.blocks / degrees.pp * micro_batches
 
 
-def _data_parallel_seconds(cost_model: CostModel, choice: LayoutChoice, micro_batches: int) -> float:
+def _data_parallel_seconds(
+    cost_model: CostModel, choice: LayoutChoice, micro_batches: int
+) -> float:
     """Seconds of data-parallel collectives of parameters and gradients."""
     degrees = choice.degrees
     if degrees.dp * degrees.cp == 1:
         return 0.0
     used = cost_model.state_bytes(degrees, 0).parameters
     all_gathers, reduce_scatters = (
-        (2 * micro_batches, micro_batches) if choice.stage == 3 else (1, micro_batches if choice.stage == 2 else 1)
+        (2 * micro_batches, micro_batches)
+        if choice.stage == 3
+        else (1, micro_batches if choice.stage == 2 else 1)
     )
-    return used * (all_gathers + reduce_scatters) / _rate(cost_model, degrees.tp * degrees.cp * degrees.dp)
+    return (
+        used
+        * (all_gathers + reduce_scatters)
+        / _rate(cost_model, degrees.tp * degrees.cp * degrees.dp)
+    )

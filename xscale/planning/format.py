@@ -12,7 +12,11 @@ NEGLIGIBLE = 1000
 
 def format_plan(plan: Mapping[str, Any]) -> list[str]:
     """Format a plan as lines of text."""
-    over = {axis: degree for axis, degree in plan["degrees"].items() if type(degree) is int and degree > 1}
+    over = {
+        axis: degree
+        for axis, degree in plan["degrees"].items()
+        if type(degree) is int and degree > 1
+    }
     degrees = " x ".join(f"{axis} {degree}" for axis, degree in over.items())
     active = plan["active_parameters"]
     text = [
@@ -24,13 +28,21 @@ def format_plan(plan: Mapping[str, Any]) -> list[str]:
     if plan["pipeline"] is not None:
         stages = plan["pipeline"]
         shares = ", ".join(f"{share:.0%}" for share in stages["cost_shares"])
-        text.append(f"pipeline   {stages['schedule']}, stages of {stages['blocks']} blocks ({shares} of the work)")
+        text.append(
+            f"pipeline   {stages['schedule']}, stages of {stages['blocks']} blocks ({shares} of the work)"
+        )
         text.append(f"bubble     {stages['bubble']:.1%} of the ranks' time\n{stages['drawing']}")
     text += _context(plan["context_styles"])
     if plan["unknown"] is not None:
         text.append(f"memory     unknown: {plan['unknown']}")
         return [*text, *_model_states(plan), *_problems(plan["problems"])]
-    return [*text, *_memory(plan), *_traffic(plan["traffic"]), *_speed(plan), *_problems(plan["problems"])]
+    return [
+        *text,
+        *_memory(plan),
+        *_traffic(plan["traffic"]),
+        *_speed(plan),
+        *_problems(plan["problems"]),
+    ]
 
 
 def _context(styles: Mapping[str, Sequence[str]]) -> list[str]:
@@ -38,7 +50,9 @@ def _context(styles: Mapping[str, Sequence[str]]) -> list[str]:
     if not styles:
         return []
     counts = ", ".join(f"{style} in {len(paths)}" for style, paths in styles.items())
-    text = [f"context    {counts} of {sum(map(len, styles.values()))} modules that read other shards"]
+    text = [
+        f"context    {counts} of {sum(map(len, styles.values()))} modules that read other shards"
+    ]
     if gathered := styles.get("gather"):
         text.append(f"           gather, with the time and memory of cp=1: {', '.join(gathered)}")
     return text
@@ -47,10 +61,14 @@ def _context(styles: Mapping[str, Sequence[str]]) -> list[str]:
 def _memory(plan: Mapping[str, Any]) -> list[str]:
     memory, rank = plan["memory_bytes"], plan["parameters_per_rank"]
     parts = ", ".join(
-        f"{name.replace('_', ' ')} {size / GIGABYTE:.3f}" for name, size in memory.items() if size and name != "total"
+        f"{name.replace('_', ' ')} {size / GIGABYTE:.3f}"
+        for name, size in memory.items()
+        if size and name != "total"
     )
     at = plan["memory_peak"]
-    host = [f"host       {plan['memory_host_bytes'] / GIGABYTE:.3f} GB of offloaded activations in CPU memory"]
+    host = [
+        f"host       {plan['memory_host_bytes'] / GIGABYTE:.3f} GB of offloaded activations in CPU memory"
+    ]
     return [
         f"a rank     {rank['total']:,} parameters, {rank['active']:,} active",
         f"memory     {memory['total'] / GIGABYTE:.3f} GB at the peak, in {at['phase']} on rank {at['rank']}",
@@ -62,8 +80,12 @@ def _memory(plan: Mapping[str, Any]) -> list[str]:
 def _model_states(plan: Mapping[str, Any]) -> list[str]:
     """Model state memory by formula, for a step that cannot be simulated."""
     states, offloaded = plan["memory_at_rest_bytes"], plan["memory_offloaded_bytes"]
-    kinds = ", ".join(f"{kind} {size / GIGABYTE:.3f}" for kind, size in states.items() if kind != "total" and size)
-    text = [f"states     {states['total'] / GIGABYTE:.3f} GB of model states on a rank's device: {kinds}"]
+    kinds = ", ".join(
+        f"{kind} {size / GIGABYTE:.3f}" for kind, size in states.items() if kind != "total" and size
+    )
+    text = [
+        f"states     {states['total'] / GIGABYTE:.3f} GB of model states on a rank's device: {kinds}"
+    ]
     if offloaded is not None and any(offloaded.values()):
         cpu, nvme = (f"{offloaded[storage] / GIGABYTE:.3f} GB" for storage in ("cpu", "nvme"))
         text.append(f"offloaded  {cpu} of host memory and {nvme} of NVMe per rank")
@@ -77,9 +99,8 @@ def _traffic(entries: Sequence[Mapping[str, Any]]) -> list[str]:
             continue
         overlap = "not overlapped" if entry["overlaps"] is None else f"overlaps {entry['overlaps']}"
         where = "within a node" if entry["node"] else "between nodes"
-        line = (
-            f"{entry['axis']:<10} {entry['bytes'] / GIGABYTE:.3g} GB a step, {entry['messages']:,.0f} messages {where}"
-        )
+        size = f"{entry['bytes'] / GIGABYTE:.3g} GB a step"
+        line = f"{entry['axis']:<10} {size}, {entry['messages']:,.0f} messages {where}"
         if entry["seconds"] is not None:
             line += f", {_time(entry['seconds'])}, {_time(entry['exposed'])} of it exposed"
         text.append(f"{line}; {overlap}")

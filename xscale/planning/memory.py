@@ -25,7 +25,14 @@ from xscale.planning.simulate_step import SimulatedStep, simulate_step
 from xscale.planning.speed import roofline
 from xscale.settings.settings import Settings, build_on_meta
 
-KINDS = ("parameters", "gathered_parameters", "gradients", "optimizer", "activations", "communication")
+KINDS = (
+    "parameters",
+    "gathered_parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "communication",
+)
 LONGEST = 16
 """Largest number of micro-batches of a simulated step: activations of further ones are extrapolated."""
 
@@ -54,7 +61,9 @@ class RankMemory:
         tensors = sum(sizes.values())
         sizes["slack"] = 0 if self.device is None else round(self.device.slack * tensors)
         sizes["runtime"] = 0 if self.device is None else round(self.device.runtime)
-        sizes["communicators"] = 0 if self.device is None else round(self.device.communicator * self.communicators)
+        sizes["communicators"] = (
+            0 if self.device is None else round(self.device.communicator * self.communicators)
+        )
         return sizes
 
     @property
@@ -82,7 +91,11 @@ def memory_of_stages(
 
     It is the first rank of a stage, whose shards are never smaller than those of the other ranks.
     """
-    seconds = None if device is None or not device.timed else roofline(device, DTYPES[settings.precision.compute])
+    seconds = (
+        None
+        if device is None or not device.timed
+        else roofline(device, DTYPES[settings.precision.compute])
+    )
     pp, teacher = degrees.pp, teacher_bytes(settings, degrees.world, vocabulary)
     ranks = []
     for at in sorted({0, min(1, pp - 1), pp // 2, pp - 1}):
@@ -112,7 +125,9 @@ def teacher_bytes(settings: Settings, world: int, vocabulary: int) -> int:
     if settings.distill is None:
         return 0
     of_teacher = teacher_run(settings) or find_teacher(settings).settings
-    count = sum(parameter.numel() for parameter in build_on_meta(of_teacher, vocabulary).parameters())
+    count = sum(
+        parameter.numel() for parameter in build_on_meta(of_teacher, vocabulary).parameters()
+    )
     _, degrees = teacher_degrees(settings, world)
     compute, master = DTYPES[settings.precision.compute], DTYPES[settings.precision.master]
     stored = count * master.itemsize // degrees.tp
@@ -126,10 +141,14 @@ def teacher_bytes(settings: Settings, world: int, vocabulary: int) -> int:
     student, together = axes.resolve(settings.parallel.mesh, world), degrees.groups_along("tp")[0]
     tensors = min(2, len(readers_of(student, together)))
     soft = logits // settings.parallel.mesh.tp * SOFT_LOSS_COPIES * max(compute.itemsize, 4)
-    return stored + (tensors * logits * compute.itemsize + soft if settings.distill.soft_weight else 0)
+    return stored + (
+        tensors * logits * compute.itemsize + soft if settings.distill.soft_weight else 0
+    )
 
 
-def _simulated_micro_batches(settings: Settings, pp: int, at: int, micros: int) -> tuple[int, float]:
+def _simulated_micro_batches(
+    settings: Settings, pp: int, at: int, micros: int
+) -> tuple[int, float]:
     """Micro-batches after which a step's memory no longer grows, and the factor on activations if that is too many."""
     if pp == 1:
         # The second backward runs while the first one's gradients are allocated.
@@ -141,7 +160,9 @@ def _simulated_micro_batches(settings: Settings, pp: int, at: int, micros: int) 
         return simulate(schedule.table(config, pp, count)).peak_saved(at)
 
     wanted = live(micros)
-    candidates = [count for count in range(2, micros) if count % pp == 0 or not schedule.interleaved]
+    candidates = [
+        count for count in range(2, micros) if count % pp == 0 or not schedule.interleaved
+    ]
     for count in candidates:
         # pp more, which run while the first ones' gradients are allocated.
         if count > pp and live(count - pp) >= wanted:
@@ -156,16 +177,23 @@ def states_per_element(settings: Settings, model: nn.Module) -> dict[str, float]
 
     The moving average of the weights, if there is one, counts among them.
     """
-    trained = [parameter for parameter in sharded_parameters(model) if parameter.parameter.requires_grad]
+    trained = [
+        parameter for parameter in sharded_parameters(model) if parameter.parameter.requires_grad
+    ]
     optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, optimizer_weights(trained))
     values = dict.fromkeys((parameter.name for parameter in trained), 0.0)
     for states in optimizer.states().values():
         for parameter, state in zip(trained, states, strict=True):
             # States may be narrower than the weights: 8-bit moments.
             weight_bytes = parameter.parameter.element_size()
-            values[parameter.name] += 0 if state is None else state.numel() * state.element_size() / weight_bytes
+            values[parameter.name] += (
+                0 if state is None else state.numel() * state.element_size() / weight_bytes
+            )
     averages = 0 if settings.train.ema_decay is None else 1
-    return {parameter.name: values[parameter.name] / parameter.parameter.numel() + averages for parameter in trained}
+    return {
+        parameter.name: values[parameter.name] / parameter.parameter.numel() + averages
+        for parameter in trained
+    }
 
 
 FLOAT32_BYTES = 4
@@ -209,6 +237,10 @@ def deepspeed_memory(
         updated["parameters"] += shard
         places["cpu" if offloaded else "none"]["gradients"] += shard
     device["communication"] += (
-        bucket_size(unsharded // FLOAT32_BYTES) * FLOAT32_BYTES * (2 if overlap and zero.stage < 3 else 1)
+        bucket_size(unsharded // FLOAT32_BYTES)
+        * FLOAT32_BYTES
+        * (2 if overlap and zero.stage < 3 else 1)
     )
-    return DeepspeedMemory(*({kind: size for kind, size in sizes.items() if size} for sizes in places.values()))
+    return DeepspeedMemory(
+        *({kind: size for kind, size in sizes.items() if size} for sizes in places.values())
+    )

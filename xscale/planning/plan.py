@@ -18,9 +18,21 @@ from xscale.mesh.axes import Degrees
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale.parallel import context
 from xscale.parallel.plan import DTYPES, ParallelPlan
-from xscale.planning.memory import KINDS, RankMemory, deepspeed_memory, memory_of_stages, states_per_element
+from xscale.planning.memory import (
+    KINDS,
+    RankMemory,
+    deepspeed_memory,
+    memory_of_stages,
+    states_per_element,
+)
 from xscale.planning.simulate_step import CannotSimulateError
-from xscale.planning.speed import compute_flops, compute_seconds, predict_step, traffic, with_seconds
+from xscale.planning.speed import (
+    compute_flops,
+    compute_seconds,
+    predict_step,
+    traffic,
+    with_seconds,
+)
 from xscale.settings.settings import Settings, build_on_meta
 
 ASSUMED = (
@@ -49,12 +61,18 @@ class Hardware:
             return None if self.memory is None else device_of_memory(self.memory)
         if self.device != "cpu" and self.device not in DEVICES:
             known = ", ".join([*DEVICES, "cpu"])
-            raise ConfigError("--device", f"'{self.device}' is not in the table of devices", f"Take one of {known}.")
+            raise ConfigError(
+                "--device",
+                f"'{self.device}' is not in the table of devices",
+                f"Take one of {known}.",
+            )
         changes = {name: getattr(self, name) for name in ("memory", "node", "link", "network")}
         named = {name: value for name, value in changes.items() if value is not None}
         device = device_named(self.device, DTYPES[settings.precision.compute])
         tf32 = settings.precision.float32_matmul != "highest"
-        return replace(device, tf32=tf32, **named, sources={**device.sources, **dict.fromkeys(named, GIVEN)})
+        return replace(
+            device, tf32=tf32, **named, sources={**device.sources, **dict.fromkeys(named, GIVEN)}
+        )
 
 
 def plan(settings: Settings, world: int, hardware: Hardware = Hardware()) -> dict[str, Any]:
@@ -98,25 +116,43 @@ def vocabulary_of(settings: Settings) -> int:
     """Rows of the vocabulary that the configured tokenizer has, or will have once it is trained."""
     config = settings.data.tokenizer
     planned: int | None = TOKENIZERS.of(config).part.planned_vocabulary(config)
-    return TOKENIZERS.build(config, Path(settings.data.folder)).vocabulary if planned is None else planned
+    return (
+        TOKENIZERS.build(config, Path(settings.data.folder)).vocabulary
+        if planned is None
+        else planned
+    )
 
 
-def _model_states(settings: Settings, model: nn.Module, degrees: Degrees, device: Device | None) -> dict[str, Any]:
+def _model_states(
+    settings: Settings, model: nn.Module, degrees: Degrees, device: Device | None
+) -> dict[str, Any]:
     """Model state memory: on the device by kind, and offloaded by place."""
     zero = settings.parallel.zero
     if zero.engine == "deepspeed":
         states = OPTIMIZERS.of(settings.optimizer).traits.states_per_parameter
-        placed = deepspeed_memory(model, zero, degrees, states, overlap=device is None or device.name != "cpu")
+        placed = deepspeed_memory(
+            model, zero, degrees, states, overlap=device is None or device.name != "cpu"
+        )
         offloaded = {"cpu": sum(placed.cpu.values()), "nvme": sum(placed.nvme.values())}
         on_device = {**placed.device, "total": sum(placed.device.values())}
         return {"memory_at_rest_bytes": on_device, "memory_offloaded_bytes": offloaded}
-    per_element, itemsize = states_per_element(settings, model), DTYPES[settings.precision.master].itemsize
+    per_element, itemsize = (
+        states_per_element(settings, model),
+        DTYPES[settings.precision.master].itemsize,
+    )
     memory = model_state_bytes(model, degrees, zero.stage, per_element, itemsize)
-    return {"memory_at_rest_bytes": {**asdict(memory), "total": memory.total}, "memory_offloaded_bytes": None}
+    return {
+        "memory_at_rest_bytes": {**asdict(memory), "total": memory.total},
+        "memory_offloaded_bytes": None,
+    }
 
 
 def _simulated_figures(
-    stages: Sequence[RankMemory], totals: dict[str, Any], settings: Settings, degrees: Degrees, device: Device | None
+    stages: Sequence[RankMemory],
+    totals: dict[str, Any],
+    settings: Settings,
+    degrees: Degrees,
+    device: Device | None,
 ) -> dict[str, Any]:
     """Figures of the simulated steps."""
     micros, zero = totals["micro_batches_per_rank"], settings.parallel.zero.stage
@@ -125,11 +161,15 @@ def _simulated_figures(
     sent = [traffic(stage.simulated, micros, zero, node) for stage in stages]
     figures: dict[str, Any] = {"device": None, "step_seconds": None, "mfu": None, "fits": None}
     if device is not None:
-        figures |= {"device": asdict(device), "fits": _needed(largest_rank.total, device, degrees) <= device.memory}
+        figures |= {
+            "device": asdict(device),
+            "fits": _needed(largest_rank.total, device, degrees) <= device.memory,
+        }
     if device is not None and device.timed:
         compute = [compute_seconds(stage.simulated, micros) for stage in stages]
         sent = [
-            with_seconds(entries, device, seconds, micros, zero) for entries, seconds in zip(sent, compute, strict=True)
+            with_seconds(entries, device, seconds, micros, zero)
+            for entries, seconds in zip(sent, compute, strict=True)
         ]
         step = predict_step(compute, sent, totals["bubble"])
         work = totals["flops_per_token"] * totals["tokens_per_step"]
@@ -147,13 +187,18 @@ def _simulated_figures(
             "active": max(stage.simulated.active for stage in stages),
         },
         "memory_bytes": {**largest_rank.kinds, "total": largest_rank.total},
-        "memory_peak": {"rank": largest_rank.simulated.rank, "phase": largest_rank.simulated.peak.phase},
+        "memory_peak": {
+            "rank": largest_rank.simulated.rank,
+            "phase": largest_rank.simulated.peak.phase,
+        },
         "memory_host_bytes": max(stage.host_bytes for stage in stages),
         "memory_of_ranks": {str(stage.simulated.rank): stage.total for stage in stages},
         "flops_per_step_per_rank": [compute_flops(stage.simulated, micros) for stage in stages],
         "traffic": [asdict(entry) for entry in sent[stages.index(largest_rank)]],
         **figures,
-        "problems": [] if figures["fits"] is not False else [_too_large(largest_rank, device, settings, degrees)],
+        "problems": []
+        if figures["fits"] is not False
+        else [_too_large(largest_rank, device, settings, degrees)],
     }
 
 
@@ -162,7 +207,9 @@ def _flops_per_token(model: nn.Module, settings: Settings) -> float:
     return training_flops(model, data.target_length, data.source_length) / settings.sample_tokens
 
 
-def _at_least(totals: dict[str, Any], settings: Settings, degrees: Degrees, device: Device | None) -> dict[str, Any]:
+def _at_least(
+    totals: dict[str, Any], settings: Settings, degrees: Degrees, device: Device | None
+) -> dict[str, Any]:
     """Without a simulated step: whether the model states alone already exceed the memory."""
     total, offloaded = totals["memory_at_rest_bytes"]["total"], totals["memory_offloaded_bytes"]
     if device is not None and device.name == "cpu" and offloaded is not None:
@@ -188,7 +235,9 @@ def _needed(total: float, device: Device, degrees: Degrees) -> float:
     return total * degrees.world if device.name == "cpu" else total
 
 
-def _too_large(largest_rank: RankMemory, device: Device | None, settings: Settings, degrees: Degrees) -> dict[str, str]:
+def _too_large(
+    largest_rank: RankMemory, device: Device | None, settings: Settings, degrees: Degrees
+) -> dict[str, str]:
     assert device is not None
     largest_kind = max(KINDS, key=lambda kind: largest_rank.kinds[kind])
     parallel, train = settings.parallel, settings.train
@@ -197,7 +246,9 @@ def _too_large(largest_rank: RankMemory, device: Device | None, settings: Settin
         options.append(f"train.micro_batch_size below {train.micro_batch_size}")
     if largest_kind == "activations":
         options.append("parallel.recompute (activation checkpointing)")
-        options.append("a higher parallel.mesh.tp with parallel.tensor.sequence=true, or a higher cp")
+        options.append(
+            "a higher parallel.mesh.tp with parallel.tensor.sequence=true, or a higher cp"
+        )
     if largest_kind != "activations" and parallel.zero.stage < 3:
         options.append(f"parallel.zero.stage above {parallel.zero.stage}")
     options += ["a higher pp, tp or ep", "more devices"]

@@ -56,7 +56,9 @@ def search(
     cost_model = CostModel(build_on_meta(recipe, vocabulary_of(recipe)), recipe, device)
     tried = list(candidates(cost_model, fixed, world))
     room = device.memory if device.name != "cpu" else device.memory / world
-    fitting = sorted((entry for entry in tried if entry[1].memory <= room), key=lambda entry: entry[1].seconds)
+    fitting = sorted(
+        (entry for entry in tried if entry[1].memory <= room), key=lambda entry: entry[1].seconds
+    )
     say(f"{len(tried)} layouts of {counted(world, 'rank')}, {len(fitting)} estimated to fit")
     ranked: list[RankedLayout] = []
     seen: list[Any] = []
@@ -77,18 +79,26 @@ def search(
         ):
             break
     if not ranked:
-        raise ConfigError("--search", _nothing(tried, len(seen), world, room), "Take more devices, or larger ones.")
+        raise ConfigError(
+            "--search",
+            _nothing(tried, len(seen), world, room),
+            "Take more devices, or larger ones.",
+        )
     return sorted(ranked, key=lambda layout: layout.plan["step_seconds"])[:wanted]
 
 
 def _layout(settings: Settings, world: int) -> tuple[Any, ...]:
     """Key that identifies a layout, with -1 resolved."""
     parallel = settings.parallel
-    other_settings = {name: getattr(parallel, name) for name in type(parallel).model_fields if name != "mesh"}
+    other_settings = {
+        name: getattr(parallel, name) for name in type(parallel).model_fields if name != "mesh"
+    }
     return axes.resolve(parallel.mesh, world), other_settings, settings.train.micro_batch_size
 
 
-def candidates(cost_model: CostModel, fixed: frozenset[str], world: int) -> Iterator[tuple[Values, Estimate]]:
+def candidates(
+    cost_model: CostModel, fixed: frozenset[str], world: int
+) -> Iterator[tuple[Values, Estimate]]:
     """Yield layouts whose degrees and batch divide, with estimates; the recipe's check may still refuse them."""
     for values in _grid(cost_model, fixed, world):
         choice = _choice(cost_model, values, world)
@@ -103,7 +113,10 @@ def _grid(cost_model: CostModel, fixed: frozenset[str], world: int) -> Iterator[
     every: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "parallel.mesh.pp": (mesh.pp, _divisors(world, cost_model.blocks)),
         "parallel.mesh.tp": (mesh.tp, _divisors(world, node)),
-        "parallel.mesh.cp": (mesh.cp, _divisors(world, max(1, recipe.data.sequence_length // SHORTEST))),
+        "parallel.mesh.cp": (
+            mesh.cp,
+            _divisors(world, max(1, recipe.data.sequence_length // SHORTEST)),
+        ),
         "parallel.mesh.ep": (mesh.ep, _divisors(cost_model.experts, world)),
         "parallel.mesh.dp_shard": (mesh.dp_shard, (-1,)),
         "parallel.zero.stage": (parallel.zero.stage, STAGES),
@@ -113,17 +126,25 @@ def _grid(cost_model: CostModel, fixed: frozenset[str], world: int) -> Iterator[
         "parallel.tensor.sequence": (parallel.tensor.sequence, (True,)),
         "train.micro_batch_size": (recipe.train.micro_batch_size, (1, 2, 4, LARGEST_MICRO_BATCH)),
     }
-    choices = {key: (recipe_value,) if key in fixed else values for key, (recipe_value, values) in every.items()}
+    choices = {
+        key: (recipe_value,) if key in fixed else values
+        for key, (recipe_value, values) in every.items()
+    }
     seen = set()
     for values in product(*choices.values()):
         layout = dict(zip(choices, values, strict=True))
         # Keys without effect in this layout keep the recipe's value, so that no layout comes twice.
         if layout["parallel.mesh.pp"] == 1:
             layout["parallel.pipeline.schedule"] = parallel.pipeline.schedule
-        if layout["parallel.recompute.every"] == 0 and "parallel.recompute.granularity" not in fixed:
+        if (
+            layout["parallel.recompute.every"] == 0
+            and "parallel.recompute.granularity" not in fixed
+        ):
             layout["parallel.recompute.granularity"] = "full"
         if layout["parallel.mesh.tp"] == 1:
-            layout["parallel.tensor.sequence"] = "parallel.tensor.sequence" in fixed and parallel.tensor.sequence
+            layout["parallel.tensor.sequence"] = (
+                "parallel.tensor.sequence" in fixed and parallel.tensor.sequence
+            )
         if tuple(layout.values()) not in seen:
             seen.add(tuple(layout.values()))
             yield layout
@@ -136,7 +157,11 @@ def _divisors(number: int, most: int) -> tuple[int, ...]:
 def _choice(cost_model: CostModel, values: Values, world: int) -> LayoutChoice | None:
     """Return None if the degrees do not give the world size, or the batch does not divide."""
     parallel = cost_model.settings.parallel
-    named = {key.rpartition(".")[2]: value for key, value in values.items() if key.startswith("parallel.mesh.")}
+    named = {
+        key.rpartition(".")[2]: value
+        for key, value in values.items()
+        if key.startswith("parallel.mesh.")
+    }
     mesh = parallel.mesh.model_copy(update=named)
     if axes.check(mesh, world):
         return None
@@ -172,7 +197,9 @@ def changes(recipe: Settings, values: Values) -> tuple[str, ...]:
     return tuple(text)
 
 
-def _nothing(tried: Sequence[tuple[Values, Estimate]], rehearsed: int, world: int, room: float) -> str:
+def _nothing(
+    tried: Sequence[tuple[Values, Estimate]], rehearsed: int, world: int, room: float
+) -> str:
     if rehearsed:
         return f"none of the {rehearsed} simulated layouts fits into {room / 1e9:.1f} GB of a rank"
     if not tried:
@@ -188,7 +215,9 @@ def format_ranked(ranked: Sequence[RankedLayout]) -> list[str]:
     for number, layout in enumerate(ranked, 1):
         plan = layout.plan
         over = " x ".join(
-            f"{axis} {degree}" for axis, degree in plan["degrees"].items() if type(degree) is int and degree > 1
+            f"{axis} {degree}"
+            for axis, degree in plan["degrees"].items()
+            if type(degree) is int and degree > 1
         )
         text.append(
             f"{number:>3} {plan['step_seconds']:>7.3g} s {plan['mfu']:>6.1%} "

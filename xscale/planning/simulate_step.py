@@ -43,7 +43,12 @@ from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.precision import float8
 from xscale.parallel.recompute.activation_checkpointing import CheckpointedBlocks
 from xscale.parallel.recompute.activation_offload import ActivationOffload, HostCopy
-from xscale.parallel.shard.sharded import empty_like_local, fill_parameters, sharded_parameters, to_local
+from xscale.parallel.shard.sharded import (
+    empty_like_local,
+    fill_parameters,
+    sharded_parameters,
+    to_local,
+)
 from xscale.settings.settings import Settings, build_on_meta
 from xscale.step.batches import MicroBatches, shard_over_cp
 from xscale.step.stepper import Stepper
@@ -55,7 +60,11 @@ class BalancedAllToAll(AllToAll):
     """All-to-all of equally many rows to each rank, whatever the counts are."""
 
     def __call__(
-        self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
+        self,
+        rows: Tensor,
+        tokens_per_expert: Tensor,
+        experts: ExpertsCall,
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
         self.rows = len(rows)
         return super().__call__(rows, tokens_per_expert, experts, dropout_keys)
@@ -102,7 +111,9 @@ def _first_rows(plan: DispatchPlan, tokens: TokenShard) -> DispatchPlan:
     # A copy, as the real selection is.
     index = torch.arange(rows, device=plan.tokens.device)
     keys = None if plan.dropout_keys is None else plan.dropout_keys[index]
-    return DispatchPlan(plan.tokens[index], plan.weights[index], plan.tokens_per_expert, plan.load, keys)
+    return DispatchPlan(
+        plan.tokens[index], plan.weights[index], plan.tokens_per_expert, plan.load, keys
+    )
 
 
 GLOO = ("reduce_scatter_base", "reduce_scatter_tensor")
@@ -211,17 +222,29 @@ def simulate_step(
         plan_blocks_of_tokens(model)
         offload = substitute_offload(model)
         objective: Objective = OBJECTIVES.build(
-            settings.objective, _specials(vocabulary), settings.data.source_length, settings.run.seed
+            settings.objective,
+            _specials(vocabulary),
+            settings.data.source_length,
+            settings.run.seed,
         )
         global_batches = [_batch(settings, objective) for _ in range(micro_batches)]
         sharded_tensors = sharded_parameters(model)
-        tracer.gradient_shapes = {shape for parameter in model.parameters() for shape in _shapes(parameter)}
-        with fake, tracer, tracer.watching_resizes("gathered_parameters"), _few_row_blocks(settings):
+        tracer.gradient_shapes = {
+            shape for parameter in model.parameters() for shape in _shapes(parameter)
+        }
+        with (
+            fake,
+            tracer,
+            tracer.watching_resizes("gathered_parameters"),
+            _few_row_blocks(settings),
+        ):
             with tracer.labelled(kind="optimizer"):
                 engine = make_engine(settings, model, sharded_tensors, mesh)
             state_bytes = dict(tracer.live)
             batches = [shard_over_cp(_faked(batch, fake), sharding) for batch in global_batches]
-            stepper = Stepper(engine, objective, torch.device("cpu"), repeats=degrees.tp * degrees.pp)
+            stepper = Stepper(
+                engine, objective, torch.device("cpu"), repeats=degrees.tp * degrees.pp
+            )
             stepper.timer.phase = lambda name: tracer.labelled(phase=name)  # type: ignore[method-assign]
             try:
                 with warnings.catch_warnings():
@@ -230,7 +253,9 @@ def simulate_step(
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise CannotSimulateError(f"a tensor size depends on data: {error}") from error
         shares = _shares(model)
-        local_sizes = [(sharded.local.numel(), shares.get(sharded.name, 1.0)) for sharded in sharded_tensors]
+        local_sizes = [
+            (sharded.local.numel(), shares.get(sharded.name, 1.0)) for sharded in sharded_tensors
+        ]
         return SimulatedStep(
             rank=rank,
             micro_batches=micro_batches,
@@ -259,7 +284,9 @@ def _shares(model: nn.Module) -> dict[str, float]:
 def _fill(model: nn.Module, master: torch.dtype, fake: FakeTensorMode, tracer: OpTracer) -> None:
     """Materialize the parameters as fake tensors."""
     with fake, tracer, tracer.labelled(kind="parameters"):
-        fill_parameters(model, lambda _, parameter: empty_like_local(parameter, torch.device("cpu"), master))
+        fill_parameters(
+            model, lambda _, parameter: empty_like_local(parameter, torch.device("cpu"), master)
+        )
 
 
 @contextmanager
@@ -312,4 +339,6 @@ def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:
 
 
 def _shapes(parameter: Tensor) -> set[tuple[int, ...]]:
-    return {tuple(parameter.shape), tuple(to_local(parameter).shape)} if parameter.dim() > 1 else set()
+    return (
+        {tuple(parameter.shape), tuple(to_local(parameter).shape)} if parameter.dim() > 1 else set()
+    )

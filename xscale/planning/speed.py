@@ -75,7 +75,9 @@ def _repeats(message: Message, zero: int, ratio: float) -> float:
     """Count of a simulated message in the whole step, which has `ratio` times the micro-batches."""
     if message.operator == "allgather_base":
         return ratio if zero == 3 else 1.0
-    if message.operator == "reduce_scatter_base" or (message.operator == "allreduce" and message.phase == "backward"):
+    if message.operator == "reduce_scatter_base" or (
+        message.operator == "allreduce" and message.phase == "backward"
+    ):
         return ratio if zero >= 2 else 1.0
     return 1.0 if message.phase == "communicate" and message.operator == "allreduce" else ratio
 
@@ -104,15 +106,23 @@ def compute_seconds(simulated: SimulatedStep, micro_batches: int) -> float:
     """Compute seconds of the whole step on the simulated rank."""
     ratio = micro_batches / simulated.micro_batches
     once = {"optimizer", "communicate"}
-    return sum(cost.seconds * (1.0 if phase in once else ratio) for phase, cost in simulated.costs.items())
+    return sum(
+        cost.seconds * (1.0 if phase in once else ratio) for phase, cost in simulated.costs.items()
+    )
 
 
 def compute_flops(simulated: SimulatedStep, micro_batches: int) -> float:
     """FLOPs of the simulated rank in a step, including recomputation."""
-    return sum(cost.flops for cost in simulated.costs.values()) * micro_batches / simulated.micro_batches
+    return (
+        sum(cost.flops for cost in simulated.costs.values())
+        * micro_batches
+        / simulated.micro_batches
+    )
 
 
-def predict_step(compute: Sequence[float], traffic: Sequence[Sequence[Traffic]], bubble: float) -> PredictedStep:
+def predict_step(
+    compute: Sequence[float], traffic: Sequence[Sequence[Traffic]], bubble: float
+) -> PredictedStep:
     """Predict a step from the mean over the simulated ranks, stretched by the pipeline bubble."""
     exposed = [sum(entry.exposed or 0.0 for entry in of_rank) for of_rank in traffic]
     busy = sum(compute) / len(compute)

@@ -10,7 +10,16 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import SETTINGS, UNKNOWN, Facts, RequirementSet
 from xscale.core.yaml_writer import flow_text
 from xscale.mesh import axes
-from xscale.requirements import facts, frozen, layout, model, objective, optimizer, samples, training
+from xscale.requirements import (
+    facts,
+    frozen,
+    layout,
+    model,
+    objective,
+    optimizer,
+    samples,
+    training,
+)
 from xscale.requirements.solver import solve
 from xscale.settings.settings import Settings
 
@@ -37,7 +46,9 @@ def check(settings: Settings, world: int, invalid: Collection[str] = ()) -> list
 def changed(settings: SettingsT, edits: tuple[Edit, ...]) -> SettingsT | None:
     """Return the recipe with these edits, as overrides on the command line make them; None where one is refused."""
     try:
-        composed = compose_mapping(encode(settings), [f"{key}={flow_text(value)}" for key, value in edits])
+        composed = compose_mapping(
+            encode(settings), [f"{key}={flow_text(value)}" for key, value in edits]
+        )
         return None if composed.problems else decode(type(settings), composed.data)
     except ConfigError:
         return None

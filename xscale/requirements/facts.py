@@ -28,10 +28,16 @@ def objective_entry(objective: Objective.Config) -> Entry[ObjectiveTraits]:
 
 @reads("model", "data", "objective", "distill", "lora", "train", "kernels")
 def built_model(
-    settings: Settings, model_fits_itself: tuple[Problem, ...], kernels_can_be_chosen: tuple[Problem, ...]
+    settings: Settings,
+    model_fits_itself: tuple[Problem, ...],
+    kernels_can_be_chosen: tuple[Problem, ...],
 ) -> nn.Module | object:
     """Return the full model on meta; unknown where its config has problems."""
-    return UNKNOWN if model_fits_itself or kernels_can_be_chosen else build_on_meta(settings, VOCABULARY)
+    return (
+        UNKNOWN
+        if model_fits_itself or kernels_can_be_chosen
+        else build_on_meta(settings, VOCABULARY)
+    )
 
 
 def degrees(parallel: ParallelConfig, world: int) -> Degrees | object:

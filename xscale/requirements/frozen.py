@@ -25,21 +25,31 @@ def frozen_patterns_match(built_model: nn.Module, train: TrainConfig) -> Iterato
         if not fnmatch.filter(names, pattern):
             what = f"no parameter has a name that matches '{pattern}'"
             yield Problem(
-                f"train.freeze.{index}", what, f"The nearest are {', '.join(nearest_patterns(pattern, names))}."
+                f"train.freeze.{index}",
+                what,
+                f"The nearest are {', '.join(nearest_patterns(pattern, names))}.",
             )
 
 
 @reads("lora", "parallel")
-def lora_can_be_added(settings: Settings, built_model: nn.Module, parallel: ParallelConfig) -> list[Problem]:
+def lora_can_be_added(
+    settings: Settings, built_model: nn.Module, parallel: ParallelConfig
+) -> list[Problem]:
     """LoRA has linear maps to be added to, each of which a rank has in full."""
     return [] if settings.lora is None else _check_lora(built_model, settings.lora, parallel.mesh)
 
 
-def parameters_are_trained(built_model: nn.Module, lora_can_be_added: tuple[Problem, ...]) -> Iterator[Problem]:
+def parameters_are_trained(
+    built_model: nn.Module, lora_can_be_added: tuple[Problem, ...]
+) -> Iterator[Problem]:
     """Some parameter is trained. LoRA that is added to no map leaves none, which no pattern is to blame for."""
-    if not lora_can_be_added and not any(parameter.requires_grad for parameter in built_model.parameters()):
+    if not lora_can_be_added and not any(
+        parameter.requires_grad for parameter in built_model.parameters()
+    ):
         what = "freezes all parameters"
-        yield Problem("train.freeze", what, "Leave out the pattern of those to be trained.", choices=take([]))
+        yield Problem(
+            "train.freeze", what, "Leave out the pattern of those to be trained.", choices=take([])
+        )
 
 
 @reads("init")
@@ -77,28 +87,41 @@ def _check_lora(model: nn.Module, config: LoraConfig, mesh: MeshConfig) -> list[
     tp = mesh.tp
     if config.dropout and mesh.cp > 1:
         what = "draws over the sequence, of which each rank of cp has a shard"
-        problems.append(Problem("lora.dropout", what, choices=take(0.0) + take(1, key="parallel.mesh.cp")))
+        problems.append(
+            Problem("lora.dropout", what, choices=take(0.0) + take(1, key="parallel.mesh.cp"))
+        )
     for index, pattern in enumerate(config.match):
         where, paths = f"lora.match.{index}", lora_paths(model, pattern)
         if not paths:
             what = f"no linear map has a path that matches '{pattern}'"
-            problems.append(Problem(where, what, f"The nearest are {', '.join(nearest_patterns(pattern, maps))}."))
+            problems.append(
+                Problem(
+                    where, what, f"The nearest are {', '.join(nearest_patterns(pattern, maps))}."
+                )
+            )
         for path in paths:
             parent = model.get_submodule(path.rpartition(".")[0])
             if isinstance(parent, SparseFfn):
                 what = f"{path} is read by blocks, to which LoRA adds nothing"
-                problems.append(Problem(where, what, "Leave it out, or take an ffn of kind dense or gated."))
+                problems.append(
+                    Problem(where, what, "Leave it out, or take an ffn of kind dense or gated.")
+                )
             linear = model.get_submodule(path)
             fewer = isinstance(parent, Attention) and parent.key_channels // parent.head_width < tp
             if fewer and isinstance(linear, Linear) and "kv_heads" in linear.axes["weight"]:
                 what = f"tp={tp} replicates {path}, which has fewer kv_heads than ranks"
                 lower = take(*range(tp - 1, 0, -1), key="parallel.mesh.tp")
                 problems.append(Problem(where, what, "Or leave it out.", choices=lower))
-            sharded = isinstance(linear, Linear) and linear.axes["weight"][1] not in ("width", "state")
+            sharded = isinstance(linear, Linear) and linear.axes["weight"][1] not in (
+                "width",
+                "state",
+            )
             if config.dropout and tp > 1 and sharded:
                 what = f"{path} reads channels that tp={tp} shards, of which no rank draws the whole mask"
                 choices = take(0.0) + take(1, key="parallel.mesh.tp")
-                problems.append(Problem("lora.dropout", what, "Or leave it out of lora.match.", choices=choices))
+                problems.append(
+                    Problem("lora.dropout", what, "Or leave it out of lora.match.", choices=choices)
+                )
             if path.startswith("head."):
                 what = f"{path} is of the head, which is trained as a whole or not at all"
                 problems.append(Problem(where, what, "Leave it out."))

@@ -22,7 +22,9 @@ from xscale.settings.settings import Settings
 
 
 @reads("data")
-def step_settings(settings: Settings, parallel: ParallelConfig, precision: PrecisionConfig, world: int) -> StepSettings:
+def step_settings(
+    settings: Settings, parallel: ParallelConfig, precision: PrecisionConfig, world: int
+) -> StepSettings:
     """Return the settings that every step of the parallel plan gets."""
     return ParallelPlan(parallel, precision, settings.data.sequence_length).settings(world)
 
@@ -44,22 +46,33 @@ def _of_config(step: Step) -> Callable[..., list[Problem]]:
 
 
 def _of_model(step: Step) -> Callable[..., list[Problem]]:
-    def check(step_settings: StepSettings, built_model: nn.Module, model: Model.Config) -> list[Problem]:
-        return [with_paths(problem, model, "model") for problem in step.check(built_model, step_settings)]
+    def check(
+        step_settings: StepSettings, built_model: nn.Module, model: Model.Config
+    ) -> list[Problem]:
+        return [
+            with_paths(problem, model, "model")
+            for problem in step.check(built_model, step_settings)
+        ]
 
     check.__name__ = f"{step.name} can be applied to the model"
     return check
 
 
 @reads("parallel")
-def needs_of_modules_are_met(settings: Settings, built_model: nn.Module, parallel: ParallelConfig) -> Iterator[Problem]:
+def needs_of_modules_are_met(
+    settings: Settings, built_model: nn.Module, parallel: ParallelConfig
+) -> Iterator[Problem]:
     """The layout and the engine are such as every module of the model states in `Module.needs`; each reason once."""
     return unmet_needs(built_model, settings)
 
 
 @reads("objective")
 def distillation_can_be_configured_so(
-    settings: Settings, distill: DistillConfig | None, model: Model.Config, parallel: ParallelConfig, world: int
+    settings: Settings,
+    distill: DistillConfig | None,
+    model: Model.Config,
+    parallel: ParallelConfig,
+    world: int,
 ) -> list[Problem]:
     """The losses of a student have what they compare, and there are ranks for the teacher."""
     return check_distillation(settings, world)
@@ -76,13 +89,19 @@ def teachers_run(checked: Callable[[Settings, int], list[Problem]]) -> Callable[
     """Return the requirement that the run which trains the teacher first has no problems, by the check of a recipe."""
 
     def teacher_can_be_trained(
-        settings: Settings, distill: DistillConfig | None, model: Model.Config, parallel: ParallelConfig, world: int
+        settings: Settings,
+        distill: DistillConfig | None,
+        model: Model.Config,
+        parallel: ParallelConfig,
+        world: int,
     ) -> list[Problem]:
         try:
             teacher = teacher_run(settings)
         except ConfigError as error:
             return list(error.problems)
-        return [] if teacher is None else [_of_teacher(problem) for problem in checked(teacher, world)]
+        return (
+            [] if teacher is None else [_of_teacher(problem) for problem in checked(teacher, world)]
+        )
 
     return teacher_can_be_trained
 
@@ -90,7 +109,12 @@ def teachers_run(checked: Callable[[Settings, int], list[Problem]]) -> Callable[
 def _of_teacher(problem: Problem) -> Problem:
     """Return a problem of the teacher's run, with its choices, as one of the student's config."""
     choices = [
-        Choice(tuple((f"distill.train_teacher.{key or problem.path}", value) for key, value in choice.edits))
+        Choice(
+            tuple(
+                (f"distill.train_teacher.{key or problem.path}", value)
+                for key, value in choice.edits
+            )
+        )
         for choice in problem.choices
     ]
     return replace(in_train_teacher(problem), choices=tuple(choices))

@@ -14,8 +14,12 @@ from xscale_kernels.select import unknown
 
 def model_fits_itself(model: Model.Config, data: DataConfig) -> list[Problem]:
     """The parts of the model's config go together, at the sequence length of the data."""
-    problems: list[Problem] = MODELS.of(model).part.check(model, (64, data.sequence_length), "model")
-    return [with_paths(problem, model, "model") for problem in problems] + check_places(model, "model")
+    problems: list[Problem] = MODELS.of(model).part.check(
+        model, (64, data.sequence_length), "model"
+    )
+    return [with_paths(problem, model, "model") for problem in problems] + check_places(
+        model, "model"
+    )
 
 
 def kernels_can_be_chosen(kernels: dict[str, str], parallel: ParallelConfig) -> list[Problem]:
@@ -24,7 +28,9 @@ def kernels_can_be_chosen(kernels: dict[str, str], parallel: ParallelConfig) -> 
     for operator in kernels.keys() - faults.keys() - set(CHOOSABLE_KERNELS):
         what = f"the implementation of '{operator}' cannot be chosen here"
         faults[operator] = (what, f"These can: {', '.join(CHOOSABLE_KERNELS)}.")
-    problems = [Problem(f"kernels.{operator}", what, fix) for operator, (what, fix) in faults.items()]
+    problems = [
+        Problem(f"kernels.{operator}", what, fix) for operator, (what, fix) in faults.items()
+    ]
     named = kernels.get("packed_attention")
     if named in PACKED_LIBRARIES and named != COMPILED and parallel.compile:
         what = f"torch.compile cannot keep '{named}' in its graphs"

@@ -20,29 +20,41 @@ ObjectiveEntry = Entry[ObjectiveTraits]
 
 def objective_fits_itself(objective: Objective.Config, data: DataConfig) -> list[Problem]:
     """The objective can make samples of this length."""
-    problems: list[Problem] = OBJECTIVES.of(objective).part.check(objective, None, data.source_length, "objective")
+    problems: list[Problem] = OBJECTIVES.of(objective).part.check(
+        objective, None, data.source_length, "objective"
+    )
     return problems
 
 
-def objective_goes_with_model(objective_entry: ObjectiveEntry, model_entry: Entry[ModelTraits]) -> Iterator[Problem]:
+def objective_goes_with_model(
+    objective_entry: ObjectiveEntry, model_entry: Entry[ModelTraits]
+) -> Iterator[Problem]:
     """The model has the order and the source that the objective needs."""
     able, needs = model_entry.traits, objective_entry.traits
     if needs.causal in (None, able.causal) and able.source == needs.source:
         return
     kind = "reads a source sequence" if needs.source else "reads one sequence"
     side = {True: " and is causal", False: " and is bidirectional", None: ""}[needs.causal]
-    what = f"'{objective_entry.name}' needs a model that {kind}{side}; '{model_entry.name}' is not one"
+    what = (
+        f"'{objective_entry.name}' needs a model that {kind}{side}; '{model_entry.name}' is not one"
+    )
     sides = {} if needs.causal is None else {"causal": needs.causal}
     models = MODELS.able(source=needs.source, **sides)
     objectives = OBJECTIVES.able(causal=able.causal, source=able.source)
     objectives += OBJECTIVES.able(causal=None, source=able.source)
-    yield Problem("objective", what, choices=kinds(models, "model") + kinds(sorted(objectives), "objective"))
+    yield Problem(
+        "objective", what, choices=kinds(models, "model") + kinds(sorted(objectives), "objective")
+    )
 
 
-def objective_reads_the_right_token(objective: Objective.Config, model_entry: Entry[ModelTraits]) -> list[Problem]:
+def objective_reads_the_right_token(
+    objective: Objective.Config, model_entry: Entry[ModelTraits]
+) -> list[Problem]:
     """The objective predicts at a token that has read all others."""
     part = OBJECTIVES.of(objective).part
-    problems: list[Problem] = part.check_model(objective, causal=model_entry.traits.causal, path="objective")
+    problems: list[Problem] = part.check_model(
+        objective, causal=model_entry.traits.causal, path="objective"
+    )
     return problems
 
 
@@ -73,7 +85,9 @@ def documents_are_of_the_objective(
 
 
 def labels(
-    source_entry: Entry[SourceTraits], data: DataConfig, documents_are_of_the_objective: tuple[Problem, ...]
+    source_entry: Entry[SourceTraits],
+    data: DataConfig,
+    documents_are_of_the_objective: tuple[Problem, ...],
 ) -> Labels | object:
     """Return the labels of the source's examples; unknown where they are in its files, or where there are none."""
     known = None if documents_are_of_the_objective else source_entry.part.labels(data.source)
@@ -89,7 +103,9 @@ def labels_are_of_the_objective(
         return
     what = f"the labels of the source '{source_entry.name}' are of the kind '{labels.kind}', and "
     what += f"'{objective_entry.name}' reads '{wanted}'"
-    choices = kinds(OBJECTIVES.able(labels=labels.kind), "objective") + take(wanted, key="data.source.labels")
+    choices = kinds(OBJECTIVES.able(labels=labels.kind), "objective") + take(
+        wanted, key="data.source.labels"
+    )
     yield Problem("objective", what, choices=choices)
 
 
@@ -126,7 +142,9 @@ def bleu_is_of_pairs(train: TrainConfig, objective_entry: ObjectiveEntry) -> Ite
         yield Problem("train.bleu_pairs", what, choices=take(0) + kinds(["seq2seq"], "objective"))
 
 
-def samples_have_their_tokens(data: DataConfig, objective_entry: ObjectiveEntry) -> Iterator[Problem]:
+def samples_have_their_tokens(
+    data: DataConfig, objective_entry: ObjectiveEntry
+) -> Iterator[Problem]:
     """A sample has room for a token of each of its texts, and for those that begin and end them."""
     samples, path = objective_entry.traits.samples, "data.sequence_length"
     if samples == "sentences" and data.sequence_length < 5:
@@ -140,7 +158,9 @@ def samples_have_their_tokens(data: DataConfig, objective_entry: ObjectiveEntry)
         yield at_least(path, what, 5)
 
 
-def only_packed_text_is_split_anew(run: RunConfig, objective_entry: ObjectiveEntry) -> Iterator[Problem]:
+def only_packed_text_is_split_anew(
+    run: RunConfig, objective_entry: ObjectiveEntry
+) -> Iterator[Problem]:
     """A run that resumes with another sequence length has other samples, unless they are packed text."""
     samples, key = objective_entry.traits.samples, "data.sequence_length"
     if samples == "packed" or key not in run.allow_changed:
@@ -148,10 +168,14 @@ def only_packed_text_is_split_anew(run: RunConfig, objective_entry: ObjectiveEnt
     what = f"{RECORDS[objective_entry.traits.records]} are not split anew by another length: each stays a sample"
     if samples == "sentences":
         what = "the text of another length is split into other samples, so that the run could not resume in its place"
-    yield Problem("run.allow_changed", what, choices=take([name for name in run.allow_changed if name != key]))
+    yield Problem(
+        "run.allow_changed", what, choices=take([name for name in run.allow_changed if name != key])
+    )
 
 
-def text_is_split_for_sentences(data: DataConfig, objective_entry: ObjectiveEntry) -> Iterator[Problem]:
+def text_is_split_for_sentences(
+    data: DataConfig, objective_entry: ObjectiveEntry
+) -> Iterator[Problem]:
     """Text is split into sentences where the objective reads them, and only there."""
     wanted = objective_entry.traits.samples == "sentences"
     if data.split_sentences == wanted:
@@ -160,7 +184,9 @@ def text_is_split_for_sentences(data: DataConfig, objective_entry: ObjectiveEntr
     if wanted:
         what = f"objective '{objective_entry.name}' reads sentences, and the text is not split into them"
     objectives = OBJECTIVES.able(samples="packed" if wanted else "sentences")
-    yield Problem("data.split_sentences", what, choices=take(wanted) + kinds(objectives, "objective"))
+    yield Problem(
+        "data.split_sentences", what, choices=take(wanted) + kinds(objectives, "objective")
+    )
 
 
 def sentences_have_global_tokens(
@@ -168,7 +194,10 @@ def sentences_have_global_tokens(
 ) -> Iterator[Problem]:
     """The model has a global token for each sentence of a sample that the objective contrasts."""
     entry = OBJECTIVES.of(objective)
-    count, tokens = entry.part.sentences(objective, data.sequence_length), getattr(model, "global_tokens", 0)
+    count, tokens = (
+        entry.part.sentences(objective, data.sequence_length),
+        getattr(model, "global_tokens", 0),
+    )
     if count is not None and tokens < count:
         what = f"'{entry.name}' needs a global token for each of {count} sentences, and the model has {tokens}"
         yield Problem("model.global_tokens", what, choices=_of_encoder(("", count)))
@@ -199,7 +228,9 @@ def stages_can_run_it_twice(
         yield Problem("parallel.mesh.pp", what, fix, choices=choices)
 
 
-def boundary_head_knows_the_spans(model: Model.Config, objective: Objective.Config) -> Iterator[Problem]:
+def boundary_head_knows_the_spans(
+    model: Model.Config, objective: Objective.Config
+) -> Iterator[Problem]:
     """The model has a head for the boundaries of masked spans where they are told, and only there."""
     entry, path = OBJECTIVES.of(objective), "model.boundary_head"
     longest, head = entry.part.max_span(objective), getattr(model, "boundary_head", None)
@@ -211,25 +242,39 @@ def boundary_head_knows_the_spans(model: Model.Config, objective: Objective.Conf
         what = f"objective '{entry.name}' predicts tokens by the boundaries of their spans, and the model does not"
         yield Problem(path, what, choices=_of_encoder(("", {"max_span": longest})))
     elif head.max_span != longest:
-        what = f"spans have up to {longest} tokens, and the head knows {head.max_span} places in one"
+        what = (
+            f"spans have up to {longest} tokens, and the head knows {head.max_span} places in one"
+        )
         choices = take(longest) + take(head.max_span, key="objective.max_span")
         yield Problem(f"{path}.max_span", what, choices=choices)
 
 
 def length_head_is_trained(model: Model.Config, objective: Objective.Config) -> Iterator[Problem]:
     """The model predicts the lengths of targets where the objective tells them, and only there."""
-    entry, head, path = OBJECTIVES.of(objective), getattr(model, "length_head", None), "model.length_head"
+    entry, head, path = (
+        OBJECTIVES.of(objective),
+        getattr(model, "length_head", None),
+        "model.length_head",
+    )
     if entry.part.predicts_length and head is None:
         what = f"a target of objective '{entry.name}' is written at once, and the model does not predict its length"
-        yield Problem(path, what, choices=take({}) + change(("model.kind", "disentangled"), ("", {})))
+        yield Problem(
+            path, what, choices=take({}) + change(("model.kind", "disentangled"), ("", {}))
+        )
     if head is not None and not entry.part.predicts_length:
         what = f"objective '{entry.name}' tells no lengths of targets, so that the head would not be trained"
         yield Problem(path, what, choices=take(None) + kinds(["disco"], "objective"))
 
 
-def sentence_head_has_the_classes(model: Model.Config, objective: Objective.Config) -> Iterator[Problem]:
+def sentence_head_has_the_classes(
+    model: Model.Config, objective: Objective.Config
+) -> Iterator[Problem]:
     """The model has a head for the classes of sequences where the objective has some, and only there."""
-    entry, head, path = OBJECTIVES.of(objective), getattr(model, "sentence_head", None), "model.sentence_head"
+    entry, head, path = (
+        OBJECTIVES.of(objective),
+        getattr(model, "sentence_head", None),
+        "model.sentence_head",
+    )
     classes = entry.part.classes(objective)
     if classes is None:
         if head is not None:
@@ -244,7 +289,9 @@ def sentence_head_has_the_classes(model: Model.Config, objective: Objective.Conf
         yield Problem(f"{path}.classes", what, choices=take(classes))
 
 
-def token_types_tell_texts_apart(model: Model.Config, objective: Objective.Config) -> Iterator[Problem]:
+def token_types_tell_texts_apart(
+    model: Model.Config, objective: Objective.Config
+) -> Iterator[Problem]:
     """The model knows two token types where those tell the second of two texts."""
     entry, types = OBJECTIVES.of(objective), getattr(model, "token_types", 0)
     if types >= 2:

@@ -30,20 +30,28 @@ def optimizer_is_installed(optimizer: Optimizer.Config) -> Iterator[Problem]:
             yield Problem("optimizer.kind", what, f"Or run: {command}.", choices=take("adamw"))
 
 
-def engine_can_shard_the_optimizer(optimizer: Optimizer.Config, parallel: ParallelConfig) -> Iterator[Problem]:
+def engine_can_shard_the_optimizer(
+    optimizer: Optimizer.Config, parallel: ParallelConfig
+) -> Iterator[Problem]:
     """A matrix, or blocks of its rows, that the optimizer updates as one stays one tensor."""
     entry = OPTIMIZERS.of(optimizer)
     if parallel.zero.engine != "deepspeed":
         return
     if not entry.traits.elementwise:
         what = f"'{entry.name}' updates whole matrices, and DeepSpeed shards them flattened"
-        yield Problem("optimizer.kind", what, choices=ENGINE + take(*OPTIMIZERS.able(elementwise=True)))
+        yield Problem(
+            "optimizer.kind", what, choices=ENGINE + take(*OPTIMIZERS.able(elementwise=True))
+        )
     elif entry.part.requires:
-        what = f"'{entry.name}' has blocks of rows, and DeepSpeed flattens parameters into one tensor"
+        what = (
+            f"'{entry.name}' has blocks of rows, and DeepSpeed flattens parameters into one tensor"
+        )
         yield Problem("optimizer.kind", what, choices=ENGINE + take("adamw"))
 
 
-def engine_knows_the_groups(optimizer: Optimizer.Config, parallel: ParallelConfig) -> Iterator[Problem]:
+def engine_knows_the_groups(
+    optimizer: Optimizer.Config, parallel: ParallelConfig
+) -> Iterator[Problem]:
     """Parameters with settings of their own stay tensors of their own."""
     if parallel.zero.engine == "deepspeed" and optimizer.groups:
         what = (
@@ -59,7 +67,9 @@ def weights_have_one_average(
     """The moving average of the weights is that of the model's own parameters, and the only one."""
     average, kind = OPTIMIZERS.of(optimizer).part.averaged_state, optimizer.kind
     if train.ema_decay is not None and parallel.zero.engine == "deepspeed":
-        what = "DeepSpeed keeps the weights in tensors of its own, of which there is no moving average"
+        what = (
+            "DeepSpeed keeps the weights in tensors of its own, of which there is no moving average"
+        )
         yield Problem("train.ema_decay", what, choices=take(None) + ENGINE)
     if train.ema_decay is not None and average is not None:
         what = f"'{kind}' evaluates an average of the weights already"
@@ -69,7 +79,9 @@ def weights_have_one_average(
         yield Problem("optimizer.kind", what, choices=ENGINE + take("adamw"))
 
 
-def averaged_weights_are_of_all_steps(optimizer: Optimizer.Config, schedule: Schedule.Config) -> Iterator[Problem]:
+def averaged_weights_are_of_all_steps(
+    optimizer: Optimizer.Config, schedule: Schedule.Config
+) -> Iterator[Problem]:
     """An optimizer that averages the weights in place of a schedule has a constant rate, and no frozen steps."""
     if OPTIMIZERS.of(optimizer).part.averaged_state is None:
         return
@@ -83,7 +95,9 @@ def averaged_weights_are_of_all_steps(optimizer: Optimizer.Config, schedule: Sch
             path = f"optimizer.groups[{index}]"
             every_step = Choice(((f"{path}.since", 0.0), (f"{path}.until", 1.0)))
             fix = "Or freeze them in the whole run by train.freeze."
-            yield Problem(f"optimizer.groups.{index}", what, fix, choices=(every_step, *_without_average()))
+            yield Problem(
+                f"optimizer.groups.{index}", what, fix, choices=(every_step, *_without_average())
+            )
 
 
 def _without_average() -> tuple[Choice, ...]:
@@ -97,7 +111,9 @@ def groups_have_parameters(built_model: nn.Module, optimizer: Optimizer.Config) 
     return problems + _check_two_stage(built_model, optimizer.groups, names)
 
 
-def _check_two_stage(model: nn.Module, groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[Problem]:
+def _check_two_stage(
+    model: nn.Module, groups: Sequence[ParameterGroup], names: Sequence[str]
+) -> list[Problem]:
     """Check that the parameters which a stage of the training of exits does not train are frozen in it."""
     stages = [module.config.two_stage for module in model.modules() if isinstance(module, Exits)]
     if not stages or stages[0] is None:

@@ -21,7 +21,11 @@ from xscale.nn.model.model import Model
 from xscale.objective.objective import OBJECTIVES, ObjectiveTraits
 from xscale.parallel import context
 from xscale.parallel.config import ParallelConfig
-from xscale.settings.hidden_tokens import FAMILIES, parts_that_count_padding, parts_without_documents
+from xscale.settings.hidden_tokens import (
+    FAMILIES,
+    parts_that_count_padding,
+    parts_without_documents,
+)
 
 ObjectiveEntry = Entry[ObjectiveTraits]
 
@@ -59,16 +63,22 @@ def padding_is_hidden(
         if traits.bidirectional and kind not in able:
             choices = _instead(model, "mixer", kind, able)
             choices += kinds(_without_padding(objective_entry.traits), "objective")
-            yield Problem("objective", f"mixer '{kind}' cannot hide the padding of a sample", choices=choices)
+            yield Problem(
+                "objective", f"mixer '{kind}' cannot hide the padding of a sample", choices=choices
+            )
 
 
-def padding_is_not_counted(built_model: nn.Module, objective_entry: ObjectiveEntry) -> Iterator[Problem]:
+def padding_is_not_counted(
+    built_model: nn.Module, objective_entry: ObjectiveEntry
+) -> Iterator[Problem]:
     """No part compares or averages the tokens of a micro-batch with padding among them."""
     traits = objective_entry.traits
     if traits.samples == "packed" and not traits.padded:
         return
     packed = traits.samples == "packed"
-    for name, path in parts_that_count_padding(built_model, is_marked=not packed, is_packed=packed).items():
+    for name, path in parts_that_count_padding(
+        built_model, is_marked=not packed, is_packed=packed
+    ).items():
         what = f"in {name} the tokens of a micro-batch compete or are averaged, and padding would be among them"
         fix = "Or take a part whose output for a token depends on its document alone."
         choices = kinds(_without_padding(traits), "objective")
@@ -86,22 +96,37 @@ def windows_are_of_the_samples(
             continue
         pooling = f"model.{path}.pooling"
         if not data.cross_documents and traits.samples == "packed":
-            what = f"the windows of {pooling} begin at every second token, wherever a document begins"
-            yield Problem("data.cross_documents", what, choices=take(True) + take(None, key=pooling))
+            what = (
+                f"the windows of {pooling} begin at every second token, wherever a document begins"
+            )
+            yield Problem(
+                "data.cross_documents", what, choices=take(True) + take(None, key=pooling)
+            )
         predicts_tokens = traits.labels not in ("class", "score") and windows.repeats
         if predicts_tokens and not windows.config.decoder_blocks:
-            what = "the objective predicts at every token, and the tokens of a window have one state"
+            what = (
+                "the objective predicts at every token, and the tokens of a window have one state"
+            )
             choices = take(2) + take(None, key=pooling)
-            fix = "More read the full sequence too, and an objective on classes or scores needs none."
+            fix = (
+                "More read the full sequence too, and an objective on classes or scores needs none."
+            )
             yield Problem(f"{pooling}.decoder_blocks", what, fix, choices=choices)
 
 
 def prefix_is_seen(
-    built_model: nn.Module, model: Model.Config, objective_entry: ObjectiveEntry, parallel: ParallelConfig
+    built_model: nn.Module,
+    model: Model.Config,
+    objective_entry: ObjectiveEntry,
+    parallel: ParallelConfig,
 ) -> list[Problem]:
     """All tokens of a prefix see each other, for an objective that has one."""
     mixers = [module for module in built_model.modules() if isinstance(module, Mixer)]
-    problems = [_hides_prefix(mixer, model, parallel) for mixer in mixers] if objective_entry.traits.prefix else []
+    problems = (
+        [_hides_prefix(mixer, model, parallel) for mixer in mixers]
+        if objective_entry.traits.prefix
+        else []
+    )
     return list({str(problem): problem for problem in problems if problem is not None}.values())
 
 
@@ -134,7 +159,9 @@ def heads_predict_what_labels_tell(built_model: nn.Module) -> Iterator[Problem]:
     for path, module in built_model.named_modules():
         if isinstance(module, Exits):
             scores = isinstance(head, ClassHead) and head.scores
-            yield from module.config.check_outputs(f"model.{path}", scores=scores, per_example=module.per_example)
+            yield from module.config.check_outputs(
+                f"model.{path}", scores=scores, per_example=module.per_example
+            )
             if module.second is not None and isinstance(head, ClassHead):
                 what = "its head predicts the token after the next, and the objective's labels are of examples"
                 yield Problem(f"model.{path}.second_target", what, choices=take(0.0))
@@ -158,7 +185,9 @@ def _without_padding(traits: ObjectiveTraits) -> list[str]:
     ]
 
 
-def _instead(model: Model.Config, family: str, kind: str, names: Iterable[str]) -> tuple[Choice, ...]:
+def _instead(
+    model: Model.Config, family: str, kind: str, names: Iterable[str]
+) -> tuple[Choice, ...]:
     """Return the choices of another part wherever the model's config has one of that kind."""
     return kinds(names, *part_paths(model, family, kind, "model"))
 

@@ -52,7 +52,12 @@ class _Advice:
             return self.problem
         choices = tuple(self._working())
         texts = [sentence(choices, self.problem.path) if choices else NOTHING, self.problem.fix]
-        return replace(self.problem, is_solved=True, choices=choices, fix=" ".join(text for text in texts if text))
+        return replace(
+            self.problem,
+            is_solved=True,
+            choices=choices,
+            fix=" ".join(text for text in texts if text),
+        )
 
     def _working(self) -> list[Choice]:
         """Return the choices that work; of those that set the same keys, the ones that need no other edit, if any."""
@@ -62,9 +67,13 @@ class _Advice:
             group = groups.setdefault(tuple(key for key, _ in edits), [])
             if len(group) < LISTED and (completed := self._complete(edits, TOGETHER)):
                 group.append(Choice(edits, completed[len(edits) :]))
-        simple = [[choice for choice in group if not choice.further] or group for group in groups.values()]
+        simple = [
+            [choice for choice in group if not choice.further] or group for group in groups.values()
+        ]
         choices = [choice for group in simple for choice in group]
-        return [choice for choice in choices if not any(_is_part(other, choice) for other in choices)]
+        return [
+            choice for choice in choices if not any(_is_part(other, choice) for other in choices)
+        ]
 
     def _complete(self, edits: Edits, further: int) -> Edits | None:
         """Return the edits, with those of up to `further` other choices, that end the problem and add none."""
@@ -102,7 +111,9 @@ class _Advice:
 def _is_part(choice: Choice, other: Choice) -> bool:
     """Whether a choice makes some of the edits of another, and no further ones."""
     edits = (*other.edits, *other.further)
-    return len(choice.edits) < len(other.edits) and all(edit in edits for edit in (*choice.edits, *choice.further))
+    return len(choice.edits) < len(other.edits) and all(
+        edit in edits for edit in (*choice.edits, *choice.further)
+    )
 
 
 def _overlaps(key: str, other: str) -> bool:

@@ -36,7 +36,10 @@ def profiled_steps_are_run(observe: ObserveConfig, train: TrainConfig) -> list[P
 
 @reads("train", "model", "objective")
 def tasks_can_be_evaluated(
-    settings: Settings, built_model: nn.Module, objective_entry: Entry[ObjectiveTraits], train: TrainConfig
+    settings: Settings,
+    built_model: nn.Module,
+    objective_entry: Entry[ObjectiveTraits],
+    train: TrainConfig,
 ) -> list[Problem]:
     """The model scores text where tasks of lm_eval are evaluated."""
     return check_tasks(settings, built_model)
@@ -50,7 +53,9 @@ def micro_batches_divide_the_batch(train: TrainConfig, degrees: Degrees) -> Iter
     what = f"micro_batch_size={micro} x dp={dp} does not divide batch_size={batch}"
     sizes = [size for size in range(1, batch + 1) if batch % (size * dp) == 0]
     choices = tuple(choice for size in sizes for choice in take(size, key="train.micro_batch_size"))
-    yield Problem("train.batch_size", what, choices=choices or take(_next_multiple(batch, micro * dp)))
+    yield Problem(
+        "train.batch_size", what, choices=choices or take(_next_multiple(batch, micro * dp))
+    )
 
 
 def _next_multiple(number: int, factor: int) -> int:
@@ -66,7 +71,9 @@ def schedule_has_its_micro_batches(
     """The pipeline's schedule can run as many micro-batches as a step has."""
     if micro_batches_divide_the_batch:
         return []
-    return check_micro_batches(parallel, train.batch_size // (train.micro_batch_size * degrees.dp), "parallel")
+    return check_micro_batches(
+        parallel, train.batch_size // (train.micro_batch_size * degrees.dp), "parallel"
+    )
 
 
 OF_THE_RUN = (

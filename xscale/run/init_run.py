@@ -49,7 +49,10 @@ def removed_on_failure(run: Path) -> Iterator[None]:
 
 
 def model_from_weights(
-    settings: Settings, vocabulary: int, weights: Mapping[str, Tensor], unpadded_vocabulary: int | None = None
+    settings: Settings,
+    vocabulary: int,
+    weights: Mapping[str, Tensor],
+    unpadded_vocabulary: int | None = None,
 ) -> nn.Module:
     """The model of `settings` on one device, with these weights (by parameter name) in master precision.
 

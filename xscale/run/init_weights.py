@@ -12,7 +12,11 @@ from xscale.checkpoint.load import CheckpointReader, read_some
 from xscale.checkpoint.search import find_newest, newest_on_this_process, warn_of_older
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.config import DataConfig
-from xscale.data.corpus.stored_tokenizer import open_stored_tokenizer, require_fingerprint, store_tokenizer
+from xscale.data.corpus.stored_tokenizer import (
+    open_stored_tokenizer,
+    require_fingerprint,
+    store_tokenizer,
+)
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.mesh import Mesh
@@ -49,15 +53,23 @@ class Matching:
         """Describe them for the log."""
         lines = [f"init.from: {len(self.loaded)} parameters loaded from {path}"]
         lines += [f"init.from: new, drawn from the seed: {_listed(self.new)}"] * bool(self.new)
-        return lines + [f"init.from: left out of {path}: {_listed(self.left_out)}"] * bool(self.left_out)
+        return lines + [f"init.from: left out of {path}: {_listed(self.left_out)}"] * bool(
+            self.left_out
+        )
 
 
-def match(path: str, there: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]) -> Matching:
+def match(
+    path: str, there: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]
+) -> Matching:
     """Match parameters by name and shape; ConfigError with the names that do not fit, except those of heads."""
     loaded = [name for name, shape in model.items() if there.get(name) == shape]
     new = [name for name in model if name not in loaded]
     left_out = [name for name in there if name not in loaded]
-    missing = [name for name in new if name not in there and not name.startswith(HEADS) and MARK not in name]
+    missing = [
+        name
+        for name in new
+        if name not in there and not name.startswith(HEADS) and MARK not in name
+    ]
     unexpected = [name for name in left_out if name not in model and not name.startswith(HEADS)]
     shapes = [
         f"{name} is {[*there[name]]} there and {[*model[name]]} here"
@@ -76,7 +88,11 @@ def match(path: str, there: Mapping[str, tuple[int, ...]], model: Mapping[str, t
 
 
 def load_initial_weights(
-    settings: Settings, model: nn.Module, parameters: list[ShardedParameter], tokenizer: Tokenizer, mesh: Mesh
+    settings: Settings,
+    model: nn.Module,
+    parameters: list[ShardedParameter],
+    tokenizer: Tokenizer,
+    mesh: Mesh,
 ) -> list[str]:
     """Fill the `parameters` of `model` that the config's init.from has; returns messages. Collective."""
     source = settings.init.from_
@@ -94,8 +110,13 @@ def load_initial_weights(
             for name in vocabulary_parameters(full_model) & weights.keys()
             if len(weights[name]) == tokenizer.unpadded_vocabulary < tokenizer.vocabulary
         ]
-        padded = {name: with_padding_rows(weights[name], tokenizer.vocabulary) for name in lacks_padding}
-        return _load_hf(path, shapes, {**weights, **padded}, parameters, ShardedWeightWriter(model)) + unused
+        padded = {
+            name: with_padding_rows(weights[name], tokenizer.vocabulary) for name in lacks_padding
+        }
+        return (
+            _load_hf(path, shapes, {**weights, **padded}, parameters, ShardedWeightWriter(model))
+            + unused
+        )
     group = mesh.background
     checkpoint = path
     if not (path / MANIFEST).exists():
@@ -108,12 +129,20 @@ def load_initial_weights(
     reader = ranks.on_rank0(checkpoint, lambda: _entries(checkpoint, settings.checkpoint.verify))
     fingerprint, there = reader
     fix = "Use its tokenizer: with the folder of the run as init.from, this run takes it."
-    require_fingerprint(tokenizer, fingerprint, Path(settings.data.folder), f"{source} was trained with", fix)
+    require_fingerprint(
+        tokenizer, fingerprint, Path(settings.data.folder), f"{source} was trained with", fix
+    )
     matching = match(source, there, shapes)
     wanted = set(matching.loaded)
-    tensors = {f"{PREFIX}{parameter.name}": parameter.parameter.detach() for parameter in parameters}
+    tensors = {
+        f"{PREFIX}{parameter.name}": parameter.parameter.detach() for parameter in parameters
+    }
     free_gathered_weights(model)
-    read_some(checkpoint, {name: tensor for name, tensor in tensors.items() if name[len(PREFIX) :] in wanted}, group)
+    read_some(
+        checkpoint,
+        {name: tensor for name, tensor in tensors.items() if name[len(PREFIX) :] in wanted},
+        group,
+    )
     return matching.sentences(str(checkpoint))
 
 
@@ -122,7 +151,11 @@ def _entries(checkpoint: Path, verify: bool) -> tuple[str | None, dict[str, tupl
     from xscale.checkpoint.load import read_state
 
     entries = CheckpointReader(checkpoint, verify=verify).entries
-    shapes = {name[len(PREFIX) :]: tuple(entry.shape) for name, entry in entries.items() if name.startswith(PREFIX)}
+    shapes = {
+        name[len(PREFIX) :]: tuple(entry.shape)
+        for name, entry in entries.items()
+        if name.startswith(PREFIX)
+    }
     return read_state(checkpoint).get("tokenizer_fingerprint"), shapes
 
 
@@ -137,7 +170,9 @@ def _read_hf(
     if head is not None:
         weights, unused = import_body(folder, dense=head.activation if head.dense else None)
     else:
-        weights = import_model(folder, sentence_head=any(name.startswith(SENTENCE_HEAD) for name in shapes)).weights
+        weights = import_model(
+            folder, sentence_head=any(name.startswith(SENTENCE_HEAD) for name in shapes)
+        ).weights
     return weights, [f"init.from: not used of {folder}: {_listed(list(unused))}"] * bool(unused)
 
 
@@ -149,7 +184,9 @@ def _load_hf(
     writer: ShardedWeightWriter,
 ) -> list[str]:
     """Fill the parameters from the weights of a folder of transformers, which each process reads."""
-    matching = match(str(folder), {name: tuple(tensor.shape) for name, tensor in weights.items()}, shapes)
+    matching = match(
+        str(folder), {name: tuple(tensor.shape) for name, tensor in weights.items()}, shapes
+    )
     for parameter in parameters:
         if parameter.name in set(matching.loaded):
             writer.write(parameter.parameter, weights[parameter.name])
@@ -158,7 +195,9 @@ def _load_hf(
 
 def is_hf_folder(path: Path) -> bool:
     """Return whether a folder is one of transformers: a model's, or one of its cache."""
-    return ((path / "config.json").is_file() and not (path / MANIFEST).exists()) or (path / "snapshots").is_dir()
+    return ((path / "config.json").is_file() and not (path / MANIFEST).exists()) or (
+        path / "snapshots"
+    ).is_dir()
 
 
 def check_source(settings: Settings) -> list[Problem]:
@@ -167,14 +206,20 @@ def check_source(settings: Settings) -> list[Problem]:
     if source is None or newest_on_this_process(Path(settings.run.dir) / CHECKPOINTS) is not None:
         return []
     path = Path(source)
-    if is_hf_folder(path) or (path / MANIFEST).exists() or newest_on_this_process(path / CHECKPOINTS) is not None:
+    if (
+        is_hf_folder(path)
+        or (path / MANIFEST).exists()
+        or newest_on_this_process(path / CHECKPOINTS) is not None
+    ):
         return []
     return list(_no_weights(source).problems)
 
 
 def _no_weights(source: str) -> ConfigError:
     what = f"'{source}' is neither a run with a checkpoint, nor a checkpoint, nor a folder of transformers"
-    return ConfigError("init.from", what, "Give the run.dir of a run, or a folder that `save_pretrained` wrote.")
+    return ConfigError(
+        "init.from", what, "Give the run.dir of a run, or a folder that `save_pretrained` wrote."
+    )
 
 
 def adopt_tokenizer(settings: Settings, mesh: Mesh) -> None:
@@ -197,7 +242,10 @@ def adopt_tokenizer(settings: Settings, mesh: Mesh) -> None:
 
 def adopted_tokenizer(settings: Settings) -> Tokenizer | None:
     """Open the copy that `adopt_tokenizer` made; None where the folder has none, or another one. Not collective."""
-    if settings.init.from_ is None or (tokenizer := _tokenizer_of(Path(settings.init.from_))) is None:
+    if (
+        settings.init.from_ is None
+        or (tokenizer := _tokenizer_of(Path(settings.init.from_))) is None
+    ):
         return None
     copied = open_stored_tokenizer(Path(settings.run.dir))
     return copied if copied is not None and copied.fingerprint == tokenizer.fingerprint else None

@@ -82,7 +82,12 @@ def load_run(
     tokenizer = open_run_tokenizer(folder, settings.data, state.get("tokenizer_fingerprint"))
     rank_info = read_rank_info()
     degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
-    mesh = init_mesh(rank_info, degrees, device_of(settings, rank_info), settings.parallel.longest_timeout_seconds)
+    mesh = init_mesh(
+        rank_info,
+        degrees,
+        device_of(settings, rank_info),
+        settings.parallel.longest_timeout_seconds,
+    )
     length = settings.data.sequence_length if sequence_length is None else sequence_length
     require_model_for(settings, length, tokenizer.vocabulary, option)
     unpadded = unpadded_vocabulary_of(state, tokenizer.vocabulary)
@@ -115,7 +120,9 @@ def load_ema(path: Path, parameters: Sequence[ShardedParameter]) -> None:
     read_some(path, averages)
 
 
-def build_on_mesh(settings: Settings, vocabulary: tuple[int, int], mesh: Mesh, *, draw_weights: bool) -> nn.Module:
+def build_on_mesh(
+    settings: Settings, vocabulary: tuple[int, int], mesh: Mesh, *, draw_weights: bool
+) -> nn.Module:
     """Build the model of `settings` on a mesh. ConfigError where its layout is not possible.
 
     `vocabulary`: its rows, and how many of them are tokens. `draw_weights`: give it the initial weights of `run.seed`;
@@ -156,6 +163,10 @@ def plugins_of(config: dict[str, Any], where: Path, *, imported: bool) -> Iterat
 
 def single_process(settings: AnySettings) -> AnySettings:
     """`settings` without the layout of the run, and on a device of this machine."""
-    device = "auto" if settings.run.device == "cuda" and not torch.cuda.is_available() else settings.run.device
+    device = (
+        "auto"
+        if settings.run.device == "cuda" and not torch.cuda.is_available()
+        else settings.run.device
+    )
     run = settings.run.model_copy(update={"device": device})
     return settings.model_copy(update={"parallel": type(settings.parallel)(), "run": run})

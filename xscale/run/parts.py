@@ -54,7 +54,9 @@ def device_of(settings: Settings, rank_info: RankInfo) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("run.device", "this machine has no GPU that torch can use", "Use run.device=cpu.")
+        raise ConfigError(
+            "run.device", "this machine has no GPU that torch can use", "Use run.device=cpu."
+        )
     count = torch.cuda.device_count()
     if count >= rank_info.local_world:
         return torch.device("cuda", rank_info.local_rank)

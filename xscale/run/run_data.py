@@ -42,7 +42,9 @@ def padding_note(tokenizer: Tokenizer) -> list[str]:
     """Return the line on ids of an existing tokenizer's model that are no token; empty: there are none."""
     if getattr(tokenizer.config, "file", None) is None:
         return []
-    ids = tokenizer.vocabulary - sum(tokenizer.piece(token) == UNUSED for token in range(tokenizer.vocabulary))
+    ids = tokenizer.vocabulary - sum(
+        tokenizer.piece(token) == UNUSED for token in range(tokenizer.vocabulary)
+    )
     padded = tokenizer.vocabulary - ids
     line = f"vocabulary: {tokenizer.vocabulary:,} rows for {ids:,} tokens; no text has the {padded:,} further ones"
     return [line] if padded else []
@@ -58,7 +60,9 @@ def data_of_run(settings: Settings) -> tuple[DataConfig, Tokenizer | None]:
     tokenizer = open_stored_tokenizer(run) if begun else adopted_tokenizer(settings)
     if tokenizer is None:
         return settings.data, None
-    return data_with_adopted_tokenizer(settings, tokenizer) or with_tokenizer(settings.data, tokenizer), tokenizer
+    return data_with_adopted_tokenizer(settings, tokenizer) or with_tokenizer(
+        settings.data, tokenizer
+    ), tokenizer
 
 
 def prepare_and_open_data(
@@ -81,7 +85,11 @@ def prepare_and_open_data(
         prepare(data, tokenizer=tokenizer)
 
     # Where rank 0 cannot prepare the data, every rank ends with its message.
-    ranks = Consensus(None if mesh is None else mesh.background, "prepared", single_process=rank_info.is_single_process)
+    ranks = Consensus(
+        None if mesh is None else mesh.background,
+        "prepared",
+        single_process=rank_info.is_single_process,
+    )
     ranks.on_rank0(Path(data.folder), prepare_data)
     corpus = open_corpus(data, seed=settings.run.seed)
     name, where = str(settings.objective.kind), f"data in {corpus.sets[0].path}"
@@ -99,11 +107,15 @@ def with_caller_samples(settings: Settings, corpus: Corpus, samples: Any) -> Cor
     if samples is None:
         if settings.data.from_caller:
             what = "the training samples of this run are those that its caller gives, and there is none here"
-            raise ConfigError("data.from_caller", what, "Use xscale.train(recipe, data=...), or another run.dir.")
+            raise ConfigError(
+                "data.from_caller", what, "Use xscale.train(recipe, data=...), or another run.dir."
+            )
         return corpus
     if corpus.records != "text" or settings.data.split_sentences:
         what = f"'{settings.objective.kind}' does not train on packed samples, as the caller's are"
-        raise ConfigError("objective.kind", what, "Take causal or another objective on text, or give no data.")
+        raise ConfigError(
+            "objective.kind", what, "Take causal or another objective on text, or give no data."
+        )
     needed = settings.train.steps * settings.train.batch_size
     dataset = CallerSamples(samples, settings.data.sequence_length, needed)
     return replace(corpus, train=Loader(dataset, vocabulary=corpus.tokenizer.vocabulary))

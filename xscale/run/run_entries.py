@@ -23,7 +23,16 @@ FILES = (
 KEPT_CONFIGS = "config.step-*.yaml"
 LINKABLE = ("checkpoints", "tensorboard", "profile", "wandb")
 """Folders of a run folder that run.allow_links may name: the large ones."""
-FOLDERS = (*LINKABLE, "tokenizer", "transformers", "faults", "launch", "logs", "compile_cache", ".wandb")
+FOLDERS = (
+    *LINKABLE,
+    "tokenizer",
+    "transformers",
+    "faults",
+    "launch",
+    "logs",
+    "compile_cache",
+    ".wandb",
+)
 """Folders of a run folder. The package wandb writes into `.wandb`, not into `wandb`, where there is one."""
 
 
@@ -49,4 +58,8 @@ def _problem(path: Path, wanted: str, *, linkable: bool = False) -> Problem | No
     fix = "Remove it, or choose another run.dir."
     if kind == "a symbolic link" and linkable and path.is_dir():
         fix = f"If you made it, run.allow_links=[{path.name}] writes through it; else remove it."
-    return Problem(str(path), f"this is {kind}, not {wanted}, so the run would write elsewhere or not at all", fix)
+    return Problem(
+        str(path),
+        f"this is {kind}, not {wanted}, so the run would write elsewhere or not at all",
+        fix,
+    )

@@ -40,7 +40,9 @@ def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) 
     full_model = build_on_meta(settings, parts.corpus.tokenizer.vocabulary)
     every = sharded_parameters(full_model)
     trained = [parameter for parameter in every if parameter.parameter.requires_grad]
-    update_notes = OPTIMIZERS.of(settings.optimizer).part.describe(settings.optimizer, optimizer_weights(trained))
+    update_notes = OPTIMIZERS.of(settings.optimizer).part.describe(
+        settings.optimizer, optimizer_weights(trained)
+    )
     return RunFacts(
         folder=folder,
         config=encode(settings),
@@ -49,13 +51,20 @@ def run_facts(parts: RunParts, folder: Path, state: State, resumed: int | None) 
         last_step=settings.train.steps,
         parameters=parts.model_size.parameters,
         active_parameters=parts.model_size.active,
-        trained_parameters=None if len(trained) == len(every) else sum(weight.parameter.numel() for weight in trained),
+        trained_parameters=None
+        if len(trained) == len(every)
+        else sum(weight.parameter.numel() for weight in trained),
         flops_per_token=parts.flops_per_sample / settings.sample_tokens,
         tokens_per_step=tokens,
         devices=parts.mesh.rank_info.world,
         device=name,
         layouts=attention_layouts(full_model, settings.data.sequence_length),
-        notes=(f"model {MODELS.of(settings.model).summary}", *data_notes(parts), *parts.applied, *update_notes),
+        notes=(
+            f"model {MODELS.of(settings.model).summary}",
+            *data_notes(parts),
+            *parts.applied,
+            *update_notes,
+        ),
         versions=versions(),
         command=command_line(),
         host=platform.node(),
@@ -78,13 +87,18 @@ def data_facts(corpus: Corpus, samples: int) -> dict[str, str]:
     for part in ("train", "validation"):
         splits = [split for data in corpus.sets if (split := getattr(data, part)) is not None]
         if splits:
-            tokens, documents = sum(len(split.tokens) for split in splits), sum(split.documents for split in splits)
+            tokens, documents = (
+                sum(len(split.tokens) for split in splits),
+                sum(split.documents for split in splits),
+            )
             name = "training data" if part == "train" else "validation data"
             facts[name] = f"{quantity(tokens)} tokens in {documents:,} documents"
     if isinstance(corpus.train.data, CallerSamples):
         facts["training data"] = f"{samples:,} samples of the caller"
         return facts
-    facts["epochs"] = f"{samples / len(corpus.train.data):.3g}, of {len(corpus.train.data):,} samples each"
+    facts["epochs"] = (
+        f"{samples / len(corpus.train.data):.3g}, of {len(corpus.train.data):,} samples each"
+    )
     return facts
 
 

@@ -19,7 +19,12 @@ from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, FaultError, Problem
 from xscale.core.files.atomic_write import write_atomically
 from xscale.core.files.file_lock import FileLock, LockedError
-from xscale.core.files.file_safety import check_name, remove_empty_folder, remove_file, remove_folder
+from xscale.core.files.file_safety import (
+    check_name,
+    remove_empty_folder,
+    remove_file,
+    remove_folder,
+)
 from xscale.core.files.run_files import IrregularFileError, kind_of, read_run_file
 from xscale.core.foreign import reason
 from xscale.core.key_words.renamed import RenamedWarning, rename_old_keys
@@ -60,7 +65,9 @@ FIXED = (
 """Keys that must not change when a run resumes."""
 OPTIONAL = ("train.ema_decay",)
 """Keys that must not become null or cease to be null when a run resumes; another value is a change like any."""
-CHANGEABLE: tuple[str, ...] = get_args(get_args(RunConfig.model_fields["allow_changed"].annotation)[0])
+CHANGEABLE: tuple[str, ...] = get_args(
+    get_args(RunConfig.model_fields["allow_changed"].annotation)[0]
+)
 """Those that may, if run.allow_changed names them."""
 REPEATABLE = (
     "run",
@@ -83,7 +90,11 @@ def open_folder(settings: Settings) -> Path:
     try:
         problems = check_entries(folder, settings.run.allow_links)
     except OSError as error:
-        problems = [Problem("run.dir", f"{folder} cannot be read: {error.strerror}", "Choose another folder.")]
+        problems = [
+            Problem(
+                "run.dir", f"{folder} cannot be read: {error.strerror}", "Choose another folder."
+            )
+        ]
     if problems:
         raise ConfigError(problems)
     before = read_config(folder)
@@ -94,7 +105,9 @@ def open_folder(settings: Settings) -> Path:
             raise ConfigError("run.dir", what, "Choose another folder, or leave run.fresh out.")
         # A version that knew fewer keys did as their defaults say.
         known = with_defaults(before)
-        if started and (changed := differences(known, encode(settings), settings.run.allow_changed)):
+        if started and (
+            changed := differences(known, encode(settings), settings.run.allow_changed)
+        ):
             raise ConfigError(problems_of(changed, f"{folder} contains another run"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,9 +120,13 @@ def open_folder(settings: Settings) -> Path:
 def unwritable(folder: Path, error: OSError) -> ConfigError | FaultError:
     """The error of a run whose folder cannot be written: the user's where a right is missing, else the disk's."""
     what = f"{error.filename2 or error.filename or folder} cannot be written: {error.strerror or error}"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) or isinstance(error, IrregularFileError):
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) or isinstance(
+        error, IrregularFileError
+    ):
         return ConfigError("run.dir", what, "Let this user write there, or choose another folder.")
-    return FaultError(f"{what}. Free space or mend the disk, and start the same command again, which resumes the run.")
+    return FaultError(
+        f"{what}. Free space or mend the disk, and start the same command again, which resumes the run."
+    )
 
 
 WRITTEN_FIRST = (LOCK_FILE, TOKENIZER, NAME)
@@ -153,10 +170,14 @@ def _remove_entries(folder: Path, earlier: Collection[str]) -> None:
 
 def problems_of(changed: list[tuple[str, str]], sentence: str) -> list[Problem]:
     """The first of the `differences` as problems of run.dir, each after `sentence`, and how many more there are."""
-    problems = [Problem("run.dir", f"{sentence}: {what}", how_to_fix(key)) for key, what in changed[:LISTED]]
+    problems = [
+        Problem("run.dir", f"{sentence}: {what}", how_to_fix(key)) for key, what in changed[:LISTED]
+    ]
     if len(changed) > LISTED:
         what = f"{sentence}: {len(changed) - LISTED} more values differ"
-        problems.append(Problem("run.dir", what, "Compare its config.yaml with the output of --print-config."))
+        problems.append(
+            Problem("run.dir", what, "Compare its config.yaml with the output of --print-config.")
+        )
     return problems
 
 
@@ -203,13 +224,19 @@ def check_finished(settings: Settings, folder: Path, step: int) -> None:
     Nothing would be trained with the new ones, and a sweep that gives all its runs one folder would seem to succeed.
     """
     old, new = (
-        flatten(data, "") for data in (with_defaults(read_config(folder) or encode(settings)), encode(settings))
+        flatten(data, "")
+        for data in (with_defaults(read_config(folder) or encode(settings)), encode(settings))
     )
     keys = [key.lstrip(".") for key in dict.fromkeys((*new, *old)) if old.get(key) != new.get(key)]
-    changed = [key for key in keys if key.partition(".")[0] not in REPEATABLE and key not in REPEATABLE]
+    changed = [
+        key for key in keys if key.partition(".")[0] not in REPEATABLE and key not in REPEATABLE
+    ]
     if not changed:
         return
-    values = [f"{key} was {one_line(old.get(f'.{key}'))} and is now {one_line(new.get(f'.{key}'))}" for key in changed]
+    values = [
+        f"{key} was {one_line(old.get(f'.{key}'))} and is now {one_line(new.get(f'.{key}'))}"
+        for key in changed
+    ]
     more = f" and {len(values) - LISTED} more" if len(values) > LISTED else ""
     what = f"the run in {folder} finished at step {step}, and would ignore that {', '.join(values[:LISTED])}{more}"
     fix = f"Give another run.dir, or train.steps above {step} to train on with the new values."
@@ -260,7 +287,11 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         raise ConfigError(str(file), what, "Restore it, or choose another run.dir.") from None
     data = parse(text, str(file))
     if not isinstance(data, dict):
-        raise ConfigError(str(file), "the file is not a run's config", "Remove the file, or choose another run.dir.")
+        raise ConfigError(
+            str(file),
+            "the file is not a run's config",
+            "Remove the file, or choose another run.dir.",
+        )
     return with_new_names(data)
 
 
@@ -304,13 +335,22 @@ def differences(
     for key in (key for key in FIXED if key not in allow_changed):
         old, new = flatten(lookup(before, key), key), flatten(lookup(now, key), key)
         # First what both have: the rest follows from it, as the keys of another kind do.
-        for path in sorted(old.keys() | new.keys(), key=lambda path: (path not in old or path not in new, path)):
+        for path in sorted(
+            old.keys() | new.keys(), key=lambda path: (path not in old or path not in new, path)
+        ):
             if old.get(path) != new.get(path):
-                changes.append((key, f"{path} was {one_line(old.get(path))} and is now {one_line(new.get(path))}"))
+                changes.append(
+                    (
+                        key,
+                        f"{path} was {one_line(old.get(path))} and is now {one_line(new.get(path))}",
+                    )
+                )
     for key in OPTIONAL:
         values = lookup(before, key), lookup(now, key)
         if (values[0] is None) != (values[1] is None):
-            changes.append((key, f"{key} was {one_line(values[0])} and is now {one_line(values[1])}"))
+            changes.append(
+                (key, f"{key} was {one_line(values[0])} and is now {one_line(values[1])}")
+            )
     return changes
 
 
@@ -324,7 +364,11 @@ def lookup(data: Any, path: str) -> Any:
 def flatten(data: Any, path: str) -> dict[str, Any]:
     """Leaf values by dotted path."""
     if isinstance(data, dict) and data:
-        return {key: leaf for name, item in data.items() for key, leaf in flatten(item, f"{path}.{name}").items()}
+        return {
+            key: leaf
+            for name, item in data.items()
+            for key, leaf in flatten(item, f"{path}.{name}").items()
+        }
     return {path: data}
 
 
@@ -343,9 +387,12 @@ def check_same_config(settings: Settings) -> None:
     local = flatten(encode(settings), "")
     ranks, folder = Consensus(doing="begun"), Path(settings.run.dir)
     on_rank0 = ranks.on_rank0(folder, lambda: local)
-    different = sorted(key for key in local.keys() | on_rank0.keys() if local.get(key) != on_rank0.get(key))
+    different = sorted(
+        key for key in local.keys() | on_rank0.keys() if local.get(key) != on_rank0.get(key)
+    )
     mismatches = [
-        f"{key.lstrip('.')} is {one_line(local.get(key))}, on rank 0 {one_line(on_rank0.get(key))}" for key in different
+        f"{key.lstrip('.')} is {one_line(local.get(key))}, on rank 0 {one_line(on_rank0.get(key))}"
+        for key in different
     ]
     problems = [
         Problem(

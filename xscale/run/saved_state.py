@@ -34,15 +34,23 @@ def state_check(parts: RunParts) -> Callable[[dict[str, Any], dict[str, Any]], N
 def state_of(loaded: loading.Loaded, parts: RunParts) -> State:
     """The state in a checkpoint, for samples of this run's length; sets the engine's counters."""
     before = loaded.config["data"]["sequence_length"]
-    state = State.decode(loaded.state, parts.stepper.engine, parts.settings.data.sequence_length, before)
+    state = State.decode(
+        loaded.state, parts.stepper.engine, parts.settings.data.sequence_length, before
+    )
     return with_same_tokenizer(state, parts)
 
 
 def with_same_tokenizer(state: State, parts: RunParts) -> State:
     """`state` with the fingerprint of the run's tokenizer; ConfigError where it was trained with another."""
     tokenizer, run = parts.corpus.tokenizer, Path(parts.settings.run.dir)
-    fix = f"Put the tokenizer that the run began with into {run / FOLDER}, or choose another run.dir."
+    fix = (
+        f"Put the tokenizer that the run began with into {run / FOLDER}, or choose another run.dir."
+    )
     require_fingerprint(
-        tokenizer, state.tokenizer_fingerprint, parts.corpus.sets[0].path, "the run was trained with", fix
+        tokenizer,
+        state.tokenizer_fingerprint,
+        parts.corpus.sets[0].path,
+        "the run was trained with",
+        fix,
     )
     return replace(state, tokenizer_fingerprint=tokenizer.fingerprint)

@@ -62,30 +62,53 @@ class State:
         twice = len(renamed) != len(data)
         values = {**OF_EARLIER_VERSIONS, **renamed}
         if values.keys() != names or twice:
-            raise ValueError(f"the state has other fields: {', '.join(sorted(values.keys() ^ names)) or 'one twice'}")
-        for name in ("step", "consumed", "tokens", "skipped", "skipped_in_a_row", "loss_scale_steps"):
+            raise ValueError(
+                f"the state has other fields: {', '.join(sorted(values.keys() ^ names)) or 'one twice'}"
+            )
+        for name in (
+            "step",
+            "consumed",
+            "tokens",
+            "skipped",
+            "skipped_in_a_row",
+            "loss_scale_steps",
+        ):
             _require(name, values[name], _is_count(values[name]))
         for name in ("best_step", "sequence_length", "unpadded_vocabulary"):
             _require(name, values[name], values[name] is None or _is_count(values[name]))
         for name in ("sequence_length", "unpadded_vocabulary"):
             _require(name, values[name], values[name] != 0)
         fingerprint = values["tokenizer_fingerprint"]
-        _require("tokenizer_fingerprint", fingerprint, fingerprint is None or isinstance(fingerprint, str))
+        _require(
+            "tokenizer_fingerprint",
+            fingerprint,
+            fingerprint is None or isinstance(fingerprint, str),
+        )
         best = values["best_bits_per_byte"]
-        _require("best_bits_per_byte", best, best is None or (_is_number(best) and 0 <= best < 2**63))
+        _require(
+            "best_bits_per_byte", best, best is None or (_is_number(best) and 0 <= best < 2**63)
+        )
         scale = values["loss_scale"]
         _require("loss_scale", scale, scale is None or (_is_number(scale) and 0 < scale < 2**63))
         losses = values["losses"]
         optimizer = values["optimizer"]
         _require("losses", losses, isinstance(losses, list) and all(map(_is_number, losses)))
-        _require("skipped_samples", values["skipped_samples"], _are_spans(values["skipped_samples"]))
+        _require(
+            "skipped_samples", values["skipped_samples"], _are_spans(values["skipped_samples"])
+        )
         _require("pending", values["pending"], _are_names(values["pending"]))
-        _require("optimizer", optimizer, isinstance(optimizer, dict) and all(map(_is_count, optimizer.values())))
+        _require(
+            "optimizer",
+            optimizer,
+            isinstance(optimizer, dict) and all(map(_is_count, optimizer.values())),
+        )
         # An engine that has no optimizer yet does not know its counters.
         _require("optimizer", optimizer, not counters or optimizer.keys() == set(counters))
 
     @staticmethod
-    def decode(data: dict[str, Any], optimizer: Counting, length: int, before: int | None = None) -> "State":
+    def decode(
+        data: dict[str, Any], optimizer: Counting, length: int, before: int | None = None
+    ) -> "State":
         """Restore what `encode` returned, and the optimizer's counters.
 
         Samples are now `length` tokens long, and were `before` where the state does not record it.
@@ -100,7 +123,9 @@ class State:
             return -(-sample * was // length)
 
         state.consumed, state.sequence_length = converted(state.consumed), length
-        state.skipped_samples = [[converted(first), converted(end)] for first, end in state.skipped_samples]
+        state.skipped_samples = [
+            [converted(first), converted(end)] for first, end in state.skipped_samples
+        ]
         return state
 
     def replace_with(self, other: "State") -> None:
@@ -122,7 +147,11 @@ OF_EARLIER_VERSIONS: dict[str, Any] = {
 def _are_spans(value: Any) -> bool:
     """Whether the value is a list of [first, end] of samples."""
     return isinstance(value, list) and all(
-        isinstance(span, list) and len(span) == 2 and all(map(_is_count, span)) and span[0] <= span[1] for span in value
+        isinstance(span, list)
+        and len(span) == 2
+        and all(map(_is_count, span))
+        and span[0] <= span[1]
+        for span in value
     )
 
 

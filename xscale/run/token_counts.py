@@ -29,11 +29,15 @@ def init_from_token_counts(parts: RunParts) -> list[str]:
     Rank 0 counts, so that all ranks have the same numbers; checkpoints have the state. Collective.
     """
     # A stage of a pipeline has only some of the blocks, and all ranks take part.
-    reading = list(parts_that_count(build_on_meta(parts.settings, parts.corpus.tokenizer.vocabulary)))
+    reading = list(
+        parts_that_count(build_on_meta(parts.settings, parts.corpus.tokenizer.vocabulary))
+    )
     if not reading:
         return []
     path = Path(parts.corpus.sets[0].path)
-    counts = Consensus(parts.mesh.background, "counted").on_rank0(path, lambda: count_training_tokens(parts.corpus))
+    counts = Consensus(parts.mesh.background, "counted").on_rank0(
+        path, lambda: count_training_tokens(parts.corpus)
+    )
     weights = ShardedWeightWriter(parts.model)
     for module in parts_that_count(parts.model).values():
         module.set_token_counts(counts.tolist(), weights)
@@ -47,4 +51,8 @@ def init_from_token_counts(parts: RunParts) -> list[str]:
 def require_no_counts(model: nn.Module, key: str, fix: str) -> None:
     """Raise ConfigError at `key` where the model of a run that is made without its data has a part that reads them."""
     for path in parts_that_count(model):
-        raise ConfigError(key, f"{path} follows from the counts of the ids in the training data, which are absent", fix)
+        raise ConfigError(
+            key,
+            f"{path} follows from the counts of the ids in the training data, which are absent",
+            fix,
+        )

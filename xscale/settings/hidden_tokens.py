@@ -23,10 +23,14 @@ def parts_without_documents(model: nn.Module) -> list[tuple[str, str]]:
                 parts[("core", str(core.Config.kind))] = None
         elif isinstance(module, Mixer) and module.Config.kind is not None:
             parts[("mixer", module.Config.kind)] = None
-    return [(family, kind) for family, kind in parts if not FAMILIES[family].get(kind).traits.documents]
+    return [
+        (family, kind) for family, kind in parts if not FAMILIES[family].get(kind).traits.documents
+    ]
 
 
-def parts_that_count_padding(model: nn.Module, *, is_marked: bool = False, is_packed: bool = False) -> dict[str, str]:
+def parts_that_count_padding(
+    model: nn.Module, *, is_marked: bool = False, is_packed: bool = False
+) -> dict[str, str]:
     """Return the class and path of parts in which tokens compete or are averaged, so that padding would be among them.
 
     `is_marked`: `Tokens.padding` tells it from text. `is_packed`: it is behind packed documents, and `Tokens.real`

@@ -19,23 +19,40 @@ def check_scores_text(settings: Settings, model: nn.Module, path: str) -> list[P
     """
     entry, objective = MODELS.of(settings.model), OBJECTIVES.of(settings.objective)
     if not entry.traits.causal or entry.traits.source:
-        reads = "reads a source beside the text" if entry.traits.source else "is not causal: a token sees later ones"
+        reads = (
+            "reads a source beside the text"
+            if entry.traits.source
+            else "is not causal: a token sees later ones"
+        )
         return [Problem(path, f"the model '{entry.name}' {reads}", "Use the run of a decoder.")]
     if not objective.traits.causal or objective.traits.samples != "packed":
         what = f"the objective '{objective.name}' does not train the model to predict the next token of a text"
-        able = [part.name for part in OBJECTIVES if part.traits.causal and part.traits.samples == "packed"]
+        able = [
+            part.name
+            for part in OBJECTIVES
+            if part.traits.causal and part.traits.samples == "packed"
+        ]
         fix = f"Use a run of one of: {', '.join(name for name in able if not OBJECTIVES.get(name).traits.source)}."
         return [Problem(path, what, fix)]
     mixtures = {name: module for name, module in model.named_modules() if isinstance(module, Moe)}
-    leaks = [leak for name, module in mixtures.items() for leak in noncausal_routing(module.config, f"model.{name}")]
-    return [Problem(path, f"{leak.path}: {leak.what}", "Use a run whose routing is causal.") for leak in leaks[:1]]
+    leaks = [
+        leak
+        for name, module in mixtures.items()
+        for leak in noncausal_routing(module.config, f"model.{name}")
+    ]
+    return [
+        Problem(path, f"{leak.path}: {leak.what}", "Use a run whose routing is causal.")
+        for leak in leaks[:1]
+    ]
 
 
 def check_tasks(settings: Settings, model: nn.Module) -> list[Problem]:
     """List why a run cannot evaluate the tasks that `train.tasks` names."""
     if not settings.train.tasks.names:
         return []
-    return check_lm_eval("train.tasks.names") + check_scores_text(settings, model, "train.tasks.names")
+    return check_lm_eval("train.tasks.names") + check_scores_text(
+        settings, model, "train.tasks.names"
+    )
 
 
 def check_lm_eval(path: str) -> list[Problem]:
@@ -57,7 +74,10 @@ def require_model_for(settings: Settings, length: int, vocabulary: int, path: st
         what = f"{length} tokens are more than the position '{position.name}' has learned"
         raise ConfigError(path, what, fix)
     shapes = [
-        {name: parameter.shape for name, parameter in build_on_meta(version, vocabulary).named_parameters()}
+        {
+            name: parameter.shape
+            for name, parameter in build_on_meta(version, vocabulary).named_parameters()
+        }
         for version in (settings, with_sequence_length(settings, length))
     ]
     if changed := [name for name, shape in shapes[0].items() if shapes[1].get(name) != shape]:
@@ -67,4 +87,6 @@ def require_model_for(settings: Settings, length: int, vocabulary: int, path: st
 
 def with_sequence_length(settings: Settings, length: int) -> Settings:
     """Return the settings of a run on texts of `length` tokens."""
-    return settings.model_copy(update={"data": settings.data.model_copy(update={"sequence_length": length})})
+    return settings.model_copy(
+        update={"data": settings.data.model_copy(update={"sequence_length": length})}
+    )

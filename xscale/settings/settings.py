@@ -236,7 +236,11 @@ class Settings(Config):
         return data.source_length + data.target_length if self.has_pairs else data.sequence_length
 
 
-RECORDS = {"text": "texts", "pairs": "pairs of a source and a target", "labels": "labelled examples"}
+RECORDS = {
+    "text": "texts",
+    "pairs": "pairs of a source and a target",
+    "labels": "labelled examples",
+}
 """Content of documents -> how messages call them."""
 
 
@@ -266,7 +270,9 @@ def labels_problems(settings: Settings, labels: Labels, data: str) -> list[Probl
     return []
 
 
-def build_on_meta(settings: Settings, vocabulary: int, unpadded_vocabulary: int | None = None) -> nn.Module:
+def build_on_meta(
+    settings: Settings, vocabulary: int, unpadded_vocabulary: int | None = None
+) -> nn.Module:
     """The full model without storage, on torch's meta device; ConfigError for sizes that torch cannot count.
 
     `unpadded_vocabulary`: rows of the vocabulary that are tokens, to which alone the model gives a probability; None:
@@ -279,7 +285,9 @@ def build_on_meta(settings: Settings, vocabulary: int, unpadded_vocabulary: int 
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise
-        raise ConfigError("model", f"its sizes are none that torch can count: {reason(error)}") from None
+        raise ConfigError(
+            "model", f"its sizes are none that torch can count: {reason(error)}"
+        ) from None
 
 
 def _build_on_meta(settings: Settings, vocabulary: int) -> nn.Module:

@@ -80,7 +80,10 @@ class MicroBatches:
             batch = self.objective.batch(*self._tensors(samples), **_labels(samples))
             if self.objective.head_sizes(self.objective.config) is not None:
                 batch = batch.with_places(samples.index)
-            yield self._on_device(batch, shard_targets(batch.targets, self.sequence_sharding)), counts
+            yield (
+                self._on_device(batch, shard_targets(batch.targets, self.sequence_sharding)),
+                counts,
+            )
 
     def _on_device(self, batch: Batch, targets: Tensor) -> Batch:
         """Copy to the device, and shard over cp; `targets` are this rank's shard of the batch's."""
@@ -104,11 +107,15 @@ def shard_targets(targets: Tensor, sharding: SequenceSharding | None) -> Tensor:
     return targets if sharding is None else sharding.shard_predicted(targets, fill=IGNORE_INDEX)
 
 
-def shard_over_cp(batch: Batch, sharding: SequenceSharding | None, targets: Tensor | None = None) -> Batch:
+def shard_over_cp(
+    batch: Batch, sharding: SequenceSharding | None, targets: Tensor | None = None
+) -> Batch:
     """This cp rank's shard of each sequence; None: the batch as it is. `targets`: its shard of them, if made."""
     if sharding is None:
         return batch
     targets = shard_targets(batch.targets, sharding) if targets is None else targets
     source = None if batch.source is None else shard_tokens(batch.source, sharding)
     places = None if batch.places is None else sharding.shard_predicted(batch.places)
-    return Batch(shard_tokens(batch.tokens, sharding, batch.targets), targets, source, places=places)
+    return Batch(
+        shard_tokens(batch.tokens, sharding, batch.targets), targets, source, places=places
+    )

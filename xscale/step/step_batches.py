@@ -71,12 +71,16 @@ class StepBatches:
 
     def _read(self, consumed: int, steps: int) -> Generator[Samples, None, None]:
         """Yield the samples of this rank's micro-batches, read ahead in the background."""
-        yield from self._batches.loader.stream(self._batches.requests(consumed, self._batch_size, steps))
+        yield from self._batches.loader.stream(
+            self._batches.requests(consumed, self._batch_size, steps)
+        )
 
     def _make(self) -> StepBatch:
         assert self._samples is not None, "the batches have not begun"
         batch = StepBatch(self._next_step, [])
         for _ in range(self._batch_size // (self._batches.micro_batch * self._batches.ranks)):
             samples = next(self._samples)
-            batch.micro_batches.append(self._batches.make(samples, batch.step, self._batch_size, batch.tally))
+            batch.micro_batches.append(
+                self._batches.make(samples, batch.step, self._batch_size, batch.tally)
+            )
         return batch

@@ -126,5 +126,8 @@ def _with_loss_weights(batch: Batch, target_weight: float, loss_scale: float) ->
     auxiliary = batch.tokens.forward.aux_loss_weight
     scaled = None if auxiliary is None else auxiliary * loss_scale
     return replace(
-        batch, tokens=batch.tokens.with_forward(target_weight=target_weight * loss_scale, aux_loss_weight=scaled)
+        batch,
+        tokens=batch.tokens.with_forward(
+            target_weight=target_weight * loss_scale, aux_loss_weight=scaled
+        ),
     )

@@ -12,7 +12,9 @@ def run_recipe(recipe: Any, data: Any = None) -> int:
     """Train a Recipe, as `xscale.api.train` says."""
     from xscale.train.run import check_and_train
 
-    section = recipe.data.model_copy(update={"from_caller": data is not None or recipe.data.from_caller})
+    section = recipe.data.model_copy(
+        update={"from_caller": data is not None or recipe.data.from_caller}
+    )
     recipe = recipe.model_copy(update={"data": section})
     return check_and_train(recipe, recipe.check, data)
 

@@ -31,7 +31,9 @@ MOST_BYTES = 4 << 30
 class CompileArtifacts:
     """The artifacts of this rank in a run folder. All it does is to save time: what it cannot do, it says."""
 
-    def __init__(self, run: Path, mesh: Mesh, *, enabled: bool, settings: Path | None = None) -> None:
+    def __init__(
+        self, run: Path, mesh: Mesh, *, enabled: bool, settings: Path | None = None
+    ) -> None:
         """`enabled`: whether the run compiles. `settings`: the folder of this user's key; None: that in the home."""
         self.run, self.enabled = run, enabled
         self._key_file = (settings_folder() if settings is None else settings) / "compile.key"
@@ -54,8 +56,12 @@ class CompileArtifacts:
             return [f"the compiled code in {path} is not used: {error}"]
         key = self._key()
         content = signed[SIGNATURE_BYTES:]
-        if key is None or not hmac.compare_digest(signed[:SIGNATURE_BYTES], _signature(key, content)):
-            return [f"the compiled code in {path} is not used: it is not from a run of this user, or damaged"]
+        if key is None or not hmac.compare_digest(
+            signed[:SIGNATURE_BYTES], _signature(key, content)
+        ):
+            return [
+                f"the compiled code in {path} is not used: it is not from a run of this user, or damaged"
+            ]
         loaded = torch.compiler.load_cache_artifacts(content)
         if loaded is None:
             return [f"the compiled code in {path} is not used: this torch cannot read it"]

@@ -53,7 +53,9 @@ def _libraries() -> list[Path]:
         with tempfile.TemporaryFile(dir=folder):
             return sorted(folder.rglob("*.so"))
     except OSError as error:
-        what = f"the cache of torch.compile cannot be used: {error.filename or ''}: {error.strerror}"
+        what = (
+            f"the cache of torch.compile cannot be used: {error.filename or ''}: {error.strerror}"
+        )
         fix = "Set TORCHINDUCTOR_CACHE_DIR to a folder that this user can write, or use parallel.compile=false."
         raise ConfigError("parallel.compile", what, fix) from None
 

@@ -49,7 +49,9 @@ class InterruptibleWork:
 
     def find_due(self) -> None:
         """Note what is due after the step that is done."""
-        self._state.pending = [name for name, work in self._works.items() if not work.at_end and work.is_due()]
+        self._state.pending = [
+            name for name, work in self._works.items() if not work.at_end and work.is_due()
+        ]
 
     def find_due_at_end(self) -> None:
         """Note what is due after the last save too; no checkpoint has these names."""

@@ -38,7 +38,9 @@ class Loop:
         first = state.step
         while state.step < steps and self.stop.cause is None:
             # Recording takes time, and later steps select the same kernels as the first.
-            recording = self.kernel_log.recording() if state.step == first else contextlib.nullcontext()
+            recording = (
+                self.kernel_log.recording() if state.step == first else contextlib.nullcontext()
+            )
             with recording, self.profiler.step(state.step + 1):
                 step = self.step.take()
             if state.step == first + 1:

@@ -52,7 +52,9 @@ def make_loop(parts: RunParts, state: State, context: LoopContext) -> Loop:
     observer, watchdog = context.observer, context.watchdog
     train = parts.settings.train
     kernel_log, stop = KernelSelectionLog(), DistributedStop(context.signal, parts.mesh.device)
-    last_step = train.steps if train.stop_after is None else min(state.step + train.stop_after, train.steps)
+    last_step = (
+        train.steps if train.stop_after is None else min(state.step + train.stop_after, train.steps)
+    )
     batches = StepBatches(parts.training, train.batch_size, last_step)
     facts = RankFacts(parts, state, batches, stop, context.lock, context.saves)
     saver = RunSaver(parts, state, context.saves, context.memory, facts, stop, watchdog, observer)
@@ -89,12 +91,25 @@ def make_loop(parts: RunParts, state: State, context: LoopContext) -> Loop:
         saver=saver,
     )
     _report_progress(parts, context.saves, watchdog)
-    return Loop(parts, state, batches, step, due, stop, watchdog, context.profiler, kernel_log, context.artifacts)
+    return Loop(
+        parts,
+        state,
+        batches,
+        step,
+        due,
+        stop,
+        watchdog,
+        context.profiler,
+        kernel_log,
+        context.artifacts,
+    )
 
 
 def _report_progress(parts: RunParts, saves: AsyncSaver, watchdog: Watchdog) -> None:
     """Let the watchdog see the phases of a step, the waits for a save and those between pipeline stages."""
     parts.stepper.timer.on_phase = watchdog.heartbeat
-    saves.on_wait = IoHeartbeat(watchdog, parts.mesh.io_progress, parts.settings.parallel.longest_timeout_seconds)
+    saves.on_wait = IoHeartbeat(
+        watchdog, parts.mesh.io_progress, parts.settings.parallel.longest_timeout_seconds
+    )
     if isinstance(parts.model, StagedModel):
         parts.model.report_waits(watchdog.waits_for)

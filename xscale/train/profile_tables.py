@@ -41,11 +41,17 @@ def operator_table(finished: profile, steps: int, *, on_gpu: bool) -> str:
     for name in sorted(seconds, key=lambda name: -seconds[name])[:LARGEST]:
         counted = quantity(flops[name]) if name in flops else "-"
         share = percentage(seconds[name] / total)
-        lines.append(f"{name[:48]:48} {1e3 * seconds[name]:10.2f} {share:>8} {calls[name]:8.0f} {counted:>8}")
+        lines.append(
+            f"{name[:48]:48} {1e3 * seconds[name]:10.2f} {share:>8} {calls[name]:8.0f} {counted:>8}"
+        )
     if on_gpu and not seconds:
-        lines.append("no kernel was recorded: start with KINETO_LOG_LEVEL=4 in the environment to see why")
+        lines.append(
+            "no kernel was recorded: start with KINETO_LOG_LEVEL=4 in the environment to see why"
+        )
     if total_flops := sum(flops.values()):
-        lines.append(f"FLOPs of a step: {quantity(total_flops)}, of products and convolutions that the profiler counts")
+        lines.append(
+            f"FLOPs of a step: {quantity(total_flops)}, of products and convolutions that the profiler counts"
+        )
         for name in sorted(flops, key=lambda name: -flops[name])[:LARGEST]:
             lines.append(f"{name[:48]:48} {percentage(flops[name] / total_flops):>10}")
     return "\n".join(lines) + "\n"
@@ -66,7 +72,13 @@ class RankProfile:
 
 
 def rank_profile(
-    finished: profile, steps: int, rank: int, host: str, phases: Mapping[str, float], *, on_gpu: bool
+    finished: profile,
+    steps: int,
+    rank: int,
+    host: str,
+    phases: Mapping[str, float],
+    *,
+    on_gpu: bool,
 ) -> RankProfile:
     """Sum up the profile of a rank; `phases` are the seconds of all `steps`.
 
@@ -96,11 +108,17 @@ def rank_table(profiles: Sequence[RankProfile], limit: int | None = None) -> str
     widths = [max(9, len(name)) for name in names]
     host_width = max(4, *(len(entry.host) for entry in profiles))
     titles = " ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
-    lines = [f"{'rank':>6} {'host':{host_width}} {'computes':>9} {'x median':>9} {'collectives':>11} {titles}"]
+    lines = [
+        f"{'rank':>6} {'host':{host_width}} {'computes':>9} {'x median':>9} {'collectives':>11} {titles}"
+    ]
     middle = median(entry.compute for entry in profiles) or 1.0
     for entry in sorted(profiles, key=lambda entry: -entry.compute)[:limit]:
         phases = [entry.phases.get(name, 0.0) for name in names]
-        cells = " ".join(f"{1e3 * seconds:{width}.2f}" for seconds, width in zip(phases, widths, strict=True))
+        cells = " ".join(
+            f"{1e3 * seconds:{width}.2f}" for seconds, width in zip(phases, widths, strict=True)
+        )
         head = f"{entry.rank:6} {entry.host:{host_width}} {1e3 * entry.compute:9.2f}"
-        lines.append(f"{head} {entry.compute / middle:9.2f} {1e3 * entry.collectives:11.2f} {cells}")
+        lines.append(
+            f"{head} {entry.compute / middle:9.2f} {1e3 * entry.collectives:11.2f} {cells}"
+        )
     return "\n".join(lines) + "\n"

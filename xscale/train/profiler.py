@@ -18,7 +18,13 @@ from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, silence_profiler_log
 from xscale.observe.config import ProfileConfig
 from xscale.step.phase_timer import PhaseTimer
-from xscale.train.profile_tables import LARGEST, RankProfile, operator_table, rank_profile, rank_table
+from xscale.train.profile_tables import (
+    LARGEST,
+    RankProfile,
+    operator_table,
+    rank_profile,
+    rank_table,
+)
 
 PROFILES = "profile"
 """Folder of a run with its profiles."""
@@ -104,7 +110,9 @@ class StepProfiler:
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
-            self._message("the run ends within the steps of observe.profile, of which no profile is written")
+            self._message(
+                "the run ends within the steps of observe.profile, of which no profile is written"
+            )
 
     @property
     def _on_gpu(self) -> bool:
@@ -126,14 +134,18 @@ class StepProfiler:
     def _write(self, finished: profile, steps: int) -> None:
         self._beat("profile")
         try:
-            profiles = Consensus(doing="written").on_all(self._folder, lambda: self._write_rank(finished, steps))
+            profiles = Consensus(doing="written").on_all(
+                self._folder, lambda: self._write_rank(finished, steps)
+            )
         except FaultError as error:
             # Every rank has the same one.
             self._message(f"the profile is not complete: {error}. Training continues")
             return
         where = f"profiled {steps} step(s); the traces of all ranks are in {self._folder}"
         if self._rank == 0:
-            self._message(operator_table(finished, steps, on_gpu=self._on_gpu) + self._ranks(profiles) + where)
+            self._message(
+                operator_table(finished, steps, on_gpu=self._on_gpu) + self._ranks(profiles) + where
+            )
 
     def _write_rank(self, finished: profile, steps: int) -> RankProfile:
         """Write the files of this rank and return what it adds to the table of all."""
@@ -144,14 +156,20 @@ class StepProfiler:
             remove_file(self._folder, name)
         if self._on_gpu:
             torch.cuda.synchronize(self._timer.device)
-            torch_private.dump_memory_snapshot(str(self._folder / f"rank-{self._rank}.memory.pickle"))
+            torch_private.dump_memory_snapshot(
+                str(self._folder / f"rank-{self._rank}.memory.pickle")
+            )
             torch_private.record_memory_history(enabled=None)
         finished.export_chrome_trace(str(self._folder / f"rank-{self._rank}.json.gz"))
         text = operator_table(finished, steps, on_gpu=self._on_gpu)
         write_atomically(self._folder / f"rank-{self._rank}.txt", text.encode())
         before = self._phases_before
-        phases = {name: seconds - before.get(name, 0.0) for name, seconds in self._timer.totals().items()}
-        return rank_profile(finished, steps, self._rank, platform.node(), phases, on_gpu=self._on_gpu)
+        phases = {
+            name: seconds - before.get(name, 0.0) for name, seconds in self._timer.totals().items()
+        }
+        return rank_profile(
+            finished, steps, self._rank, platform.node(), phases, on_gpu=self._on_gpu
+        )
 
     def _ranks(self, profiles: list[RankProfile]) -> str:
         """Write the table of all ranks, and return its first rows as text; nothing for one process."""
@@ -161,7 +179,9 @@ class StepProfiler:
         text = f"ms a step of each rank, the slowest first:\n{rank_table(profiles, LARGEST)}"
         if len(profiles) > LARGEST:
             text += f"{len(profiles) - LARGEST} more ranks are in {self._folder / RANKS}\n"
-        elsewhere = [entry for entry in profiles if not (self._folder / f"rank-{entry.rank}.txt").exists()]
+        elsewhere = [
+            entry for entry in profiles if not (self._folder / f"rank-{entry.rank}.txt").exists()
+        ]
         if elsewhere:
             hosts = ", ".join(dict.fromkeys(entry.host for entry in elsewhere))
             text += f"run.dir is not shared by all nodes: the traces of {len(elsewhere)} ranks are on {hosts}\n"

@@ -47,21 +47,33 @@ def gained_sublayers(model: nn.Module) -> list[list[str]]:
     for stack in [module for module in model.modules() if isinstance(module, Stack)]:
         blocks = [block for block in stack.blocks.values() if isinstance(block, Block)]
         sublayers = [sublayer for block in blocks for sublayer in block.sublayers().values()]
-        stacks.append([sublayer.path for sublayer in sublayers if isinstance(sublayer, GainedSublayer)])
+        stacks.append(
+            [sublayer.path for sublayer in sublayers if isinstance(sublayer, GainedSublayer)]
+        )
     return [paths for paths in stacks if paths]
 
 
 @torch.no_grad()
 def profile(
-    model: nn.Module, objective: Objective, batches: Iterable[Batch], stacks: list[list[str]], device: torch.device
+    model: nn.Module,
+    objective: Objective,
+    batches: Iterable[Batch],
+    stacks: list[list[str]],
+    device: torch.device,
 ) -> dict[str, float]:
     """Return the gain of each sublayer by its path. Collective; each rank reads as many `batches` of its own."""
     paths = [path for stack in stacks for path in stack]
     # Of each sublayer: elements, their sum and the sum of their squares. Ranks that repeat a sample repeat all three.
     sums = torch.zeros(len(paths), 3, dtype=torch.float64, device=device)
-    sublayers = [module for module in model.modules() if isinstance(module, GainedSublayer) and module.path in paths]
+    sublayers = [
+        module
+        for module in model.modules()
+        if isinstance(module, GainedSublayer) and module.path in paths
+    ]
     hooks = [
-        sublayer.part.register_forward_hook(partial(_add_moments, sublayer, sums[paths.index(sublayer.path)]))
+        sublayer.part.register_forward_hook(
+            partial(_add_moments, sublayer, sums[paths.index(sublayer.path)])
+        )
         for sublayer in sublayers
     ]
     model.eval()
@@ -76,7 +88,9 @@ def profile(
         for hook in hooks:
             hook.remove()
     elements, totals, squares = sum_tensor(sums).cpu().unbind(1)
-    variances = dict(zip(paths, (squares / elements - (totals / elements).square()).tolist(), strict=True))
+    variances = dict(
+        zip(paths, (squares / elements - (totals / elements).square()).tolist(), strict=True)
+    )
     gains = {}
     for stack in stacks:
         variance = 1.0
@@ -86,7 +100,9 @@ def profile(
     return gains
 
 
-def _add_moments(sublayer: Sublayer, sums: Tensor, _: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> None:
+def _add_moments(
+    sublayer: Sublayer, sums: Tensor, _: nn.Module, inputs: tuple[Any, ...], y: Tensor
+) -> None:
     """Add the number, the sum and the sum of squares of the elements of the output y [B, T, D] to `sums` [3]."""
     tokens = inputs[1]
     # Ones for the tokens of the sequence and zeros for the padding of a shard.
@@ -103,4 +119,6 @@ def set_gains(model: nn.Module, gains: dict[str, float]) -> None:
     for module in model.modules():
         if isinstance(module, GainedSublayer):
             weight = module.omega.weight
-            weights.write(weight, torch.full(tuple(weight.shape), gains[module.path], dtype=torch.float64))
+            weights.write(
+                weight, torch.full(tuple(weight.shape), gains[module.path], dtype=torch.float64)
+            )

@@ -89,18 +89,26 @@ def train(settings: Settings, samples: Any = None) -> int:
                     return status
             return _train(settings, rank_info, stop, began, samples)
         except UnusableError as error:
-            raise ConfigError("kernels", str(error), "Choose a usable implementation, or none.") from error
+            raise ConfigError(
+                "kernels", str(error), "Choose a usable implementation, or none."
+            ) from error
         except (KeyboardInterrupt, RuntimeError):
             # A rank that stops before the first step breaks the connections of ranks that wait for it.
             if stop.cause is None or stop.in_training:
                 raise
             if rank_info.is_rank0:
                 what = "stopped before the first step, with nothing to save"
-                print(f"xscale: {stop.cause}: {what}. Run the same command to start again", file=sys.stderr, flush=True)
+                print(
+                    f"xscale: {stop.cause}: {what}. Run the same command to start again",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return EXIT_REQUEUE
 
 
-def check_and_train(settings: Settings, check: Callable[[int], list[Problem]], samples: Any = None) -> int:
+def check_and_train(
+    settings: Settings, check: Callable[[int], list[Problem]], samples: Any = None
+) -> int:
     """Train, after `check` for this many ranks and a check of the machine: ConfigError lists all problems. Collective.
 
     `check` is that of the recipe, of which this package knows the settings. `samples`: training samples instead of
@@ -122,11 +130,17 @@ def _train_teacher(settings: Settings, rank_info: RankInfo, stop: StopSignal, be
         check_finished(settings, folder, step)
         return EXIT_DONE
     if rank_info.is_rank0:
-        print(f"xscale: training the teacher in {folder} first (distill.train_teacher)", file=sys.stderr, flush=True)
+        print(
+            f"xscale: training the teacher in {folder} first (distill.train_teacher)",
+            file=sys.stderr,
+            flush=True,
+        )
     return _train(settings, rank_info, stop, began)
 
 
-def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float, samples: Any = None) -> int:
+def _train(
+    settings: Settings, rank_info: RankInfo, stop: StopSignal, began: float, samples: Any = None
+) -> int:
     with removed_if_refused(Path(settings.run.dir), rank_info.is_rank0):
         folder = open_folder(settings)
         if (step := finished_step(settings, folder)) is not None:
@@ -139,7 +153,11 @@ def _train(settings: Settings, rank_info: RankInfo, stop: StopSignal, began: flo
         # A prompt or a task that cannot be used must not end the run after many steps.
         encode_prompts(settings, parts.corpus.tokenizer)
         require_tasks(settings.train.tasks, Consensus(parts.mesh.background))
-        with attention_backends(parts.mesh.device), RunLock(folder) as lock, make_saver(parts, folder) as saves:
+        with (
+            attention_backends(parts.mesh.device),
+            RunLock(folder) as lock,
+            make_saver(parts, folder) as saves,
+        ):
             return _run(parts, folder, saves, lock, stop, began)
 
 
@@ -165,7 +183,9 @@ def make_watchdog(parts: RunParts, folder: Path, stop: StopSignal) -> Watchdog:
     )
     dumps = CrashDumps(folder / "faults" / attempt, rank_info.rank, rank_info.world)
     parallel, deadline = settings.parallel, settings.checkpoint.deadline_seconds
-    return Watchdog(dumps, parallel.timeout_seconds, stop, deadline, parallel.longest_timeout_seconds)
+    return Watchdog(
+        dumps, parallel.timeout_seconds, stop, deadline, parallel.longest_timeout_seconds
+    )
 
 
 def make_in_memory_checkpoint(parts: RunParts, folder: Path) -> InMemoryCheckpoint | None:
@@ -177,7 +197,9 @@ def make_in_memory_checkpoint(parts: RunParts, folder: Path) -> InMemoryCheckpoi
     name, parent = ranks.on_rank0(folder, lambda: run_name(folder)), Path(config.memory_folder)
     if not all(ranks.on_all(parent, parent.is_dir)):
         fix = "Give an in-memory file system that exists on each machine, or use checkpoint.memory_every_steps=0."
-        raise ConfigError("checkpoint.memory_folder", f"the folder {parent} does not exist on some machine", fix)
+        raise ConfigError(
+            "checkpoint.memory_folder", f"the folder {parent} does not exist on some machine", fix
+        )
     path = parent / f"xscale-{os.getuid()}-{name}"
     try:
         ranks.on_all(path, lambda: check_private_folder(path))
@@ -224,13 +246,19 @@ def resume(parts: RunParts, folder: Path, memory: InMemoryCheckpoint | None) -> 
         messages = [f"resuming from the in-memory checkpoint of step {in_memory.step}"]
     else:
         restored = loading.restore(
-            folder / CHECKPOINTS, tensors, verify=settings.checkpoint.verify, group=group, check=state_check(parts)
+            folder / CHECKPOINTS,
+            tensors,
+            verify=settings.checkpoint.verify,
+            group=group,
+            check=state_check(parts),
         )
         messages += restored.reasons
         if restored.loaded is None:
             if not parts.has_weights:
                 what = "the checkpoint that the run was to resume from is no longer there"
-                raise FaultError(f"{folder / CHECKPOINTS}: {what}. Start the same command again, or restore it")
+                raise FaultError(
+                    f"{folder / CHECKPOINTS}: {what}. Start the same command again, or restore it"
+                )
             tokenizer = parts.corpus.tokenizer
             fresh = State(
                 sequence_length=length,
@@ -242,13 +270,18 @@ def resume(parts: RunParts, folder: Path, memory: InMemoryCheckpoint | None) -> 
         step = restored.loaded.step
         config = restored.loaded.config
     engine.after_load()
-    before = Consensus(group).on_rank0(folder, lambda: with_defaults(config or read_config(folder) or encode(settings)))
+    before = Consensus(group).on_rank0(
+        folder, lambda: with_defaults(config or read_config(folder) or encode(settings))
+    )
     now = encode(settings)
     messages += [
-        f"run.allow_changed: {change}; resuming at sample {state.consumed}" for _, change in differences(before, now)
+        f"run.allow_changed: {change}; resuming at sample {state.consumed}"
+        for _, change in differences(before, now)
     ]
     changes = changes_since(before, now, step)
-    return Resumed(state, step, [*on_disk.reasons, *messages, *changes], before if changes else None)
+    return Resumed(
+        state, step, [*on_disk.reasons, *messages, *changes], before if changes else None
+    )
 
 
 def _write_begin(parts: RunParts, folder: Path, resumed: Resumed) -> None:
@@ -262,7 +295,9 @@ def _write_begin(parts: RunParts, folder: Path, resumed: Resumed) -> None:
         raise unwritable(folder, error) from None
 
 
-def _make_profiler(parts: RunParts, folder: Path, observer: Observer, watchdog: Watchdog) -> StepProfiler:
+def _make_profiler(
+    parts: RunParts, folder: Path, observer: Observer, watchdog: Watchdog
+) -> StepProfiler:
     beat = partial(watchdog.heartbeat, seconds=parts.settings.parallel.io_timeout_seconds)
     config, rank_info = parts.settings.observe.profile, parts.mesh.rank_info
     return StepProfiler(config, folder, rank_info, parts.stepper.timer, observer.message, beat)
@@ -275,7 +310,11 @@ def _baseline(parts: RunParts, stop: StopSignal) -> tuple[float | None, str | No
         if stop.cause is not None:
             raise StopRequested(stop.cause)
 
-    if not parts.settings.train.baseline or parts.validation is None or parts.corpus.labels is not None:
+    if (
+        not parts.settings.train.baseline
+        or parts.validation is None
+        or parts.corpus.labels is not None
+    ):
         return None, None
     try:
         return order2_baseline(parts.corpus, leave_at_signal), None
@@ -287,11 +326,17 @@ def _stopped(cause: str, loop: Loop, stop: StopSignal) -> str:
     """Say why the run stopped, whether this saved it, and what the resumed run repeats."""
     saved = loop.due.saver.saved_step == loop.state.step and stop.cause is not None
     when = f"; checkpoint saved after {stop.seconds:.1f} s" if saved else ""
-    repeats = f", which repeats what this cut short: {', '.join(loop.state.pending)}" if loop.state.pending else ""
+    repeats = (
+        f", which repeats what this cut short: {', '.join(loop.state.pending)}"
+        if loop.state.pending
+        else ""
+    )
     return f"stopped by {cause}{when}. Run the same command to resume{repeats}"
 
 
-def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: StopSignal, began: float) -> int:
+def _run(
+    parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: StopSignal, began: float
+) -> int:
     settings, is_rank0 = parts.settings, parts.mesh.rank_info.is_rank0
     memory = make_in_memory_checkpoint(parts, folder)
     resumed = resume(parts, folder, memory)
@@ -299,7 +344,9 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     if resumed.step is None:
         tokenizer = parts.corpus.tokenizer
         resumed.messages.extend(init_from_token_counts(parts))
-        resumed.messages.extend(load_initial_weights(settings, parts.model, parts.parameters, tokenizer, parts.mesh))
+        resumed.messages.extend(
+            load_initial_weights(settings, parts.model, parts.parameters, tokenizer, parts.mesh)
+        )
         resumed.messages.extend(init_residual_gains(parts))
         resumed.messages.extend(label_notes(parts.corpus))
         parts.stepper.engine.begin()
@@ -316,7 +363,9 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
     watchdog = make_watchdog(parts, folder, stop)
     profiler = _make_profiler(parts, folder, observer, watchdog)
     garbage = GarbageCollection(settings.train.gc_every_steps)
-    context = LoopContext(observer, watchdog, profiler, garbage, stop, saves, memory, lock, artifacts, began)
+    context = LoopContext(
+        observer, watchdog, profiler, garbage, stop, saves, memory, lock, artifacts, began
+    )
     loop = make_loop(parts, state, context)
     reason, message = "failed", ""
     baseline = None
@@ -331,7 +380,9 @@ def _run(parts: RunParts, folder: Path, saves: AsyncSaver, lock: RunLock, stop: 
             baseline, cause = _baseline(parts, stop)
         if is_rank0 and state.step == settings.train.steps:
             mark_end(folder, interrupted=cause is not None)
-        reason, message = ("done", "") if cause is None else ("stopped", _stopped(cause, loop, stop))
+        reason, message = (
+            ("done", "") if cause is None else ("stopped", _stopped(cause, loop, stop))
+        )
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         raise

@@ -33,7 +33,9 @@ class RunWork:
     def table(self) -> dict[str, Work]:
         """Return each kind by the name under which a checkpoint says that it is to be repeated."""
         return {
-            "profile": Work(lambda: self.profiler.is_due(stopping=self.stop.cause is not None), self._profile),
+            "profile": Work(
+                lambda: self.profiler.is_due(stopping=self.stop.cause is not None), self._profile
+            ),
             "evaluation": Work(self._evaluation_is_due, self.evaluate),
             "tasks": Work(self._tasks_are_due, self._evaluate_tasks),
             "samples": Work(self._samples_are_due, self._write_samples, at_end=True),
@@ -109,7 +111,9 @@ class RunWork:
             self.observer.tasks_evaluated(report)
         except ConfigError as error:
             # Every rank has the same refusal, before it computes anything.
-            self.observer.message(f"step {self.state.step}: the tasks are not evaluated: {error}; training continues")
+            self.observer.message(
+                f"step {self.state.step}: the tasks are not evaluated: {error}; training continues"
+            )
 
     def _write_samples(self) -> None:
         with self.parts.stepper.engine.evaluation_weights():

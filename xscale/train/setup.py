@@ -55,16 +55,28 @@ def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Pro
     if "run" not in invalid:
         try:
             device = device_of(settings, read_rank_info())
-            refused = None if "precision" in invalid else float8.unsupported_device(settings.precision, device)
-            dispatch = None if "parallel" in invalid else deepep.unsupported_device(settings.parallel, device)
+            refused = (
+                None
+                if "precision" in invalid
+                else float8.unsupported_device(settings.precision, device)
+            )
+            dispatch = (
+                None
+                if "parallel" in invalid
+                else deepep.unsupported_device(settings.parallel, device)
+            )
             problems += [problem for problem in (refused, dispatch) if problem is not None]
         except ConfigError as error:
             problems += error.problems
-    problems += [] if "distill" in invalid or "model" in invalid else check_teacher_on_disk(settings)
+    problems += (
+        [] if "distill" in invalid or "model" in invalid else check_teacher_on_disk(settings)
+    )
     return problems if "data" in invalid else problems + missing_files(data_of_run(settings)[0])
 
 
-def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False, samples: Any = None) -> RunParts:
+def set_up(
+    settings: Settings, rank_info: RankInfo, *, resumes: bool = False, samples: Any = None
+) -> RunParts:
     """Set up the run. Collective over all ranks. ConfigError for problems that only the data or the machine shows.
 
     With `resumes` no weights are drawn where there is a checkpoint, which the caller then loads. `samples`: the
@@ -72,11 +84,18 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False, sa
     """
     # Rank 0 prepares the data for all, so that it alone looks for files.
     if problems := check_machine(settings, invalid=["data"]):
-        raise ConfigError(problems + (check_machine(settings, invalid=["run"]) if rank_info.is_rank0 else []))
+        raise ConfigError(
+            problems + (check_machine(settings, invalid=["run"]) if rank_info.is_rank0 else [])
+        )
     device = device_of(settings, rank_info)
     degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
-    seconds, io_seconds = settings.parallel.longest_timeout_seconds, settings.parallel.io_timeout_seconds
-    mesh = init_mesh(rank_info, degrees, device, seconds, lambda: check_same_config(settings), io_seconds)
+    seconds, io_seconds = (
+        settings.parallel.longest_timeout_seconds,
+        settings.parallel.io_timeout_seconds,
+    )
+    mesh = init_mesh(
+        rank_info, degrees, device, seconds, lambda: check_same_config(settings), io_seconds
+    )
     adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
     corpus = with_caller_samples(settings, corpus, samples)
@@ -98,7 +117,9 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False, sa
     draw_weights = not resumes or not _has_checkpoint(settings, mesh)
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
     parameters = sharded_parameters(model)
-    objective: Objective = OBJECTIVES.build(settings.objective, specials, source_length, settings.run.seed)
+    objective: Objective = OBJECTIVES.build(
+        settings.objective, specials, source_length, settings.run.seed
+    )
     objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
     applied += lines
     engine = make_engine(settings, model, parameters, mesh)
@@ -114,7 +135,9 @@ def set_up(settings: Settings, rank_info: RankInfo, *, resumes: bool = False, sa
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
         stepper=Stepper(engine, objective, device, repeats=degrees.tp * degrees.pp),
         training=make_micro_batches(settings, corpus.train, objective, mesh, sharding),
-        validation=None if held_out is None else make_micro_batches(settings, held_out, objective, mesh, sharding),
+        validation=None
+        if held_out is None
+        else make_micro_batches(settings, held_out, objective, mesh, sharding),
         eval_sequences=0
         if held_out is None
         else evaluation_sequences(len(held_out.data), settings.train.eval_sequences),
@@ -146,21 +169,31 @@ def _has_checkpoint(settings: Settings, mesh: Mesh) -> bool:
     return newest is not None and settings.parallel.zero.engine == "torch"
 
 
-def make_engine(settings: Settings, model: nn.Module, parameters: list[ShardedParameter], mesh: Mesh) -> Engine:
+def make_engine(
+    settings: Settings, model: nn.Module, parameters: list[ShardedParameter], mesh: Mesh
+) -> Engine:
     """The engine that owns parameters, gradients and optimizer states."""
     clip, degrees = settings.train.clip_grad_norm, mesh.degrees
     if settings.parallel.zero.engine == "deepspeed":
         from xscale.parallel.engine.deepspeed.engine import DeepSpeedEngine
 
         def build(flat: Tensor, decays: bool) -> Optimizer:
-            optimizer: Optimizer = OPTIMIZERS.build(settings.optimizer, [LocalParameter("", flat, decays)])
+            optimizer: Optimizer = OPTIMIZERS.build(
+                settings.optimizer, [LocalParameter("", flat, decays)]
+            )
             optimizer.kernel_choices = settings.kernels
             return optimizer
 
         size = settings.train.micro_batch_size
         count = settings.train.batch_size // (size * degrees.dp)
         return DeepSpeedEngine(
-            model, mesh, settings.parallel, build, clip_grad_norm=clip, micro_batch=size, micro_batches=count
+            model,
+            mesh,
+            settings.parallel,
+            build,
+            clip_grad_norm=clip,
+            micro_batch=size,
+            micro_batches=count,
         )
     # Parameters that no gradient reaches, such as a router's balancing bias, are saved but not optimized.
     trained = [parameter for parameter in parameters if parameter.parameter.requires_grad]

@@ -70,11 +70,25 @@ class CrashDumps:
         # A collective that failed because a rank was lost counts as completed; it is the last record.
         pending = [record for record in collectives_only if not record.completed]
         pending = pending or (collectives_only[-1:] if kind == "lost" else [])
-        collectives = tuple(Collective(record.name, record.group, record.ranks, record.number) for record in pending)
+        collectives = tuple(
+            Collective(record.name, record.group, record.ranks, record.number) for record in pending
+        )
         reached = {record.group: record.number for record in collectives_only}
         where, in_wait = innermost_frame(frame)
         message = self._message(records, in_wait or _reads_device(frame))
-        report = RankReport(self.rank, kind, step, phase, seconds, where, in_wait, collectives, reached, text, message)
+        report = RankReport(
+            self.rank,
+            kind,
+            step,
+            phase,
+            seconds,
+            where,
+            in_wait,
+            collectives,
+            reached,
+            text,
+            message,
+        )
         text_file = open_run_file(self.folder / f"rank-{self.rank:05d}.txt", "wb")
         with TextIOWrapper(BufferedWriter(text_file), encoding="utf-8") as file:
             file.write(
@@ -87,7 +101,9 @@ class CrashDumps:
             file.write("\nLast collectives, the newest last:\n")
             for record in records[-RECORDS_LISTED:]:
                 state = "completed" if record.completed else "NOT COMPLETED"
-                file.write(f"{record.name} number {record.number} of group {record.group} {record.ranks}, {state}, ")
+                file.write(
+                    f"{record.name} number {record.number} of group {record.group} {record.ranks}, {state}, "
+                )
                 file.write(f"started {record.seconds:.1f} s ago at {record.call_site}\n")
         if flight_record := dump():
             write_atomically(self.folder / f"flight-{self.rank}", flight_record)
@@ -97,7 +113,9 @@ class CrashDumps:
         """Name the message that this rank waits for; under NCCL the first that has not completed, if the host waits."""
         if self.pending_message is not None:
             return str(self.pending_message)
-        message = next((record for record in records if record.is_message and not record.completed), None)
+        message = next(
+            (record for record in records if record.is_message and not record.completed), None
+        )
         return f"{message.name} (number {message.number})" if waits and message is not None else ""
 
     def conclude(self, patience_seconds: float) -> str:
@@ -112,7 +130,9 @@ class CrashDumps:
         if has_verdict and (verdict := read_run_file(file).decode().strip()):
             return verdict
         _wait(lambda: len(self._reported()) >= self.world, patience_seconds if is_judge else 0.0)
-        sentence = f"{diagnose(self.reports(), self.world)}. Stacks and flight records: {self.folder}"
+        sentence = (
+            f"{diagnose(self.reports(), self.world)}. Stacks and flight records: {self.folder}"
+        )
         try:
             with open_run_file(file, "xb") as new:
                 new.write(f"{sentence}\n".encode())

@@ -69,7 +69,9 @@ def diagnose(reports: Mapping[int, RankReport], world: int) -> str:
     for report in waiting:
         for collective in report.collectives:
             absent = [
-                rank for rank in collective.ranks if reports[rank].reached.get(collective.group, -1) < collective.number
+                rank
+                for rank in collective.ranks
+                if reports[rank].reached.get(collective.group, -1) < collective.number
             ]
             if hanging := [reports[rank] for rank in absent if _is_idle(reports[rank])]:
                 return f"{_hangs(hanging)}; {_waiters(reports, collective)}"
@@ -90,7 +92,9 @@ def _stuck_in(report: RankReport, reports: Mapping[int, RankReport]) -> str | No
     while report.rank not in visited and report.collectives:
         visited.add(report.rank)
         collective = report.collectives[0]
-        elsewhere = [rank for rank in collective.ranks if reports[rank].collectives[:1] != (collective,)]
+        elsewhere = [
+            rank for rank in collective.ranks if reports[rank].collectives[:1] != (collective,)
+        ]
         if not elsewhere:
             return f"{listed(collective.ranks)} wait in {collective} at {report.position}"
         report = reports[elsewhere[0]]
@@ -116,7 +120,8 @@ def _waiters(reports: Mapping[int, RankReport], collective: Collective) -> str:
 def _positions(reports: list[RankReport]) -> str:
     listed_reports, more = reports[:MAX_RANKS_LISTED], len(reports) - MAX_RANKS_LISTED
     positions = [
-        f"rank {report.rank} at {report.position}{_in(report) or f', {report.frame}'}" for report in listed_reports
+        f"rank {report.rank} at {report.position}{_in(report) or f', {report.frame}'}"
+        for report in listed_reports
     ]
     return "; ".join(positions) + (f" and {more} more" if more > 0 else "")
 

@@ -71,7 +71,10 @@ class StopSignal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # type: ignore[arg-type]
@@ -96,10 +99,18 @@ class StopSignal:
                         continue
                     if not stop_requested:
                         stop_requested = True
-                        hint = "; press Ctrl-C again to stop at once, unsaved" if number == signal.SIGINT else ""
-                        self._say(f"{signal.Signals(number).name}: finishing this step, then saving{hint}")
+                        hint = (
+                            "; press Ctrl-C again to stop at once, unsaved"
+                            if number == signal.SIGINT
+                            else ""
+                        )
+                        self._say(
+                            f"{signal.Signals(number).name}: finishing this step, then saving{hint}"
+                        )
                     elif number == signal.SIGINT:
-                        self._say("SIGINT again: stopping at once; what was trained since the last save is lost")
+                        self._say(
+                            "SIGINT again: stopping at once; what was trained since the last save is lost"
+                        )
                         if not self._left.wait(INTERRUPT_SECONDS):
                             sys.stderr.write(SHOW_CURSOR if sys.stderr.isatty() else "")
                             sys.stderr.flush()
@@ -139,7 +150,9 @@ class Watchdog:
         `deadline_seconds`: from a signal to the end of the save.
         """
         self._after_start = seconds
-        self._seconds = self._limit = seconds if start_seconds is None else max(start_seconds, seconds)
+        self._seconds = self._limit = (
+            seconds if start_seconds is None else max(start_seconds, seconds)
+        )
         self._dumps = dumps
         self._stop, self._deadline = stop, deadline_seconds
         self._at = (0, "start", time.monotonic())
@@ -151,7 +164,9 @@ class Watchdog:
         """Take the time between heartbeats of a run whose first step is done."""
         self._seconds = self._after_start
 
-    def heartbeat(self, phase: str, step: int | None = None, *, seconds: float | None = None) -> None:
+    def heartbeat(
+        self, phase: str, step: int | None = None, *, seconds: float | None = None
+    ) -> None:
         """Report progress: the run is now in `phase` of `step` (None: the same step as before).
 
         `seconds`: longest time to the next heartbeat; None: as usual.
@@ -163,7 +178,9 @@ class Watchdog:
         """Note the message between two ranks that this rank waits for, None when it has come; its text is `str`."""
         self._dumps.pending_message = message
 
-    def heartbeats(self, items: Iterable[T], phase: str, *, seconds: float | None = None) -> Iterator[T]:
+    def heartbeats(
+        self, items: Iterable[T], phase: str, *, seconds: float | None = None
+    ) -> Iterator[T]:
         """Yield the items, with a heartbeat before each; `seconds` as in `heartbeat`."""
         for item in items:
             self.heartbeat(phase, seconds=seconds)
@@ -177,7 +194,10 @@ class Watchdog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """End the thread. An exception is written for the other ranks; one that another rank caused is diagnosed.
 
@@ -210,7 +230,9 @@ class Watchdog:
     def _hang(self, late: bool) -> str:
         step, phase, since = self._at
         frame = frame_of_thread(self._watched)
-        self._dumps.write("hangs" if late else "asked", step, phase, time.monotonic() - since, frame)
+        self._dumps.write(
+            "hangs" if late else "asked", step, phase, time.monotonic() - since, frame
+        )
         return self._dumps.conclude(patience(self._dumps.world))
 
     def _overdue(self) -> str:
@@ -240,7 +262,9 @@ class Watchdog:
 class IoHeartbeat:
     """Heartbeats of a rank that waits for a save, as long as any rank's disk makes progress."""
 
-    def __init__(self, watchdog: Watchdog, progress: SharedCounter, seconds: float | None = None) -> None:
+    def __init__(
+        self, watchdog: Watchdog, progress: SharedCounter, seconds: float | None = None
+    ) -> None:
         """`seconds`: longest time in which no disk makes progress; None: that of the watchdog."""
         self._watchdog = watchdog
         self._progress = progress

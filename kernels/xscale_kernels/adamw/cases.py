@@ -18,7 +18,9 @@ def draw(pick: Pick) -> Example:
     decay, scaled = pick.choice(0.0, 0.1), pick.choice(False, True)
 
     def run(*tensors: torch.Tensor, implementation: str | None = None) -> tuple[torch.Tensor, ...]:
-        params, grads, means, squares = ([tensor.clone() for tensor in tensors[at:-1:4]] for at in range(4))
+        params, grads, means, squares = (
+            [tensor.clone() for tensor in tensors[at:-1:4]] for at in range(4)
+        )
         adamw_step_(
             params, grads, means, [tensor.abs_() for tensor in squares], step=step, lr=0.01, betas=(0.8, 0.9), eps=1e-3,
             weight_decay=decay, scale=tensors[-1][0] if scaled else None, implementation=implementation,
@@ -46,12 +48,18 @@ def cases(device: str) -> Iterator[Case]:
 
 
 def _case(device: str, D: int, depth: int, dtype: torch.dtype) -> Case:
-    shapes = [shape for _ in range(depth) for shape in ((D,), (3 * D, D), (D, D), (D,), (8 * D, D), (D, 4 * D))]
+    shapes = [
+        shape
+        for _ in range(depth)
+        for shape in ((D,), (3 * D, D), (D, D), (D,), (8 * D, D), (D, 4 * D))
+    ]
     roles = [[torch.rand(shape, device=device) for shape in shapes] for _ in range(4)]
     roles[1] = [grad.to(dtype) for grad in roles[1]]
     scale = torch.tensor(0.5, device=device)
     step = partial(adamw_step_, *roles, step=10, lr=1e-6, weight_decay=0.1, scale=scale)
-    names = {"eager": "reference"} | {entry.name: entry.name for entry in IMPLEMENTATIONS if entry.name != "reference"}
+    names = {"eager": "reference"} | {
+        entry.name: entry.name for entry in IMPLEMENTATIONS if entry.name != "reference"
+    }
     ways = {way: partial(step, implementation=name) for way, name in names.items()}
     size = sum(tensor.numel() for tensor in roles[0])
     # Four are read and three are written.

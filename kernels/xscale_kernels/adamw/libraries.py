@@ -62,7 +62,11 @@ def apex_step_(
     """Compute `reference_step_` by NVIDIA apex's multi-tensor kernel (behind its FusedAdam), if it is installed."""
     from apex.multi_tensor_apply import multi_tensor_applier
 
-    scaled = list(grads) if scale is None else list(torch_private.foreach_mul(list(grads), scale.to(grads[0].dtype)))
+    scaled = (
+        list(grads)
+        if scale is None
+        else list(torch_private.foreach_mul(list(grads), scale.to(grads[0].dtype)))
+    )
     overflow = torch.zeros(1, dtype=torch.int32, device=params[0].device)
     multi_tensor_applier(
         importlib.import_module("amp_C").multi_tensor_adam,
@@ -99,4 +103,6 @@ def foreach_step_(
     torch_private.foreach_add_(divisors, hyper.eps)
     if hyper.weight_decay:
         torch_private.foreach_mul_(list(params), 1 - hyper.lr * hyper.weight_decay)
-    torch_private.foreach_addcdiv_(list(params), list(means), list(divisors), value=-hyper.lr / hyper.correction1)
+    torch_private.foreach_addcdiv_(
+        list(params), list(means), list(divisors), value=-hyper.lr / hyper.correction1
+    )

@@ -49,7 +49,11 @@ def _mixed_or_strided(roles: Roles) -> str | None:
 def _torch(roles: Roles) -> str | None:
     if len({tensor.dtype for role in roles for tensor in role}) > 1:
         return "torch's fused step takes one dtype for all roles"
-    return None if roles[0][0].device.type in ("cpu", "cuda") else f"the tensors are on {roles[0][0].device.type}"
+    return (
+        None
+        if roles[0][0].device.type in ("cpu", "cuda")
+        else f"the tensors are on {roles[0][0].device.type}"
+    )
 
 
 def _foreach(roles: Roles) -> str | None:
@@ -115,7 +119,9 @@ def adamw_step_(
     """
     roles = (params, grads, means, squares)
     if any(len(role) != len(params) for role in roles):
-        raise ValueError(f"adamw_step_ takes as many tensors in each role, got {[len(role) for role in roles]}")
+        raise ValueError(
+            f"adamw_step_ takes as many tensors in each role, got {[len(role) for role in roles]}"
+        )
     for index, counterparts in enumerate(zip(*roles, strict=True)):
         if any(tensor.shape != counterparts[0].shape for tensor in counterparts):
             raise ValueError(

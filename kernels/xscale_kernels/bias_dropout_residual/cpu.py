@@ -11,7 +11,9 @@ from xscale_kernels.rows import row_blocks
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, p: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, p: float
+    ) -> torch.Tensor:
         out = residual.new_empty(residual.shape)
         mask = torch.empty(x.shape, dtype=torch.bool)
         for span in row_blocks(out):
@@ -24,7 +26,9 @@ class _Sum(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
+    def backward(
+        ctx: Any, dy: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
         (mask,) = ctx.saved_tensors
         dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
         for span in row_blocks(dx):
@@ -32,7 +36,9 @@ class _Sum(torch.autograd.Function):
         return dx, dy, dx.sum(0) if ctx.biased else None, None
 
 
-def bias_dropout_residual(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, p: float) -> torch.Tensor:
+def bias_dropout_residual(
+    x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, p: float
+) -> torch.Tensor:
     """CPU implementation of `reference_bias_dropout_residual`."""
     rows = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, residual))
     out: torch.Tensor = _Sum.apply(*rows, bias, p)  # type: ignore[no-untyped-call]

@@ -22,7 +22,11 @@ def _large(x: torch.Tensor, p: float, bias: torch.Tensor | None) -> str | None:
 
 
 def _several(x: torch.Tensor, p: float, bias: torch.Tensor | None) -> str | None:
-    return None if p or bias is not None else "without bias and dropout it is one sum, which torch does in one pass"
+    return (
+        None
+        if p or bias is not None
+        else "without bias and dropout it is one sum, which torch does in one pass"
+    )
 
 
 def _triton(x: torch.Tensor, *_: object) -> str | None:
@@ -55,8 +59,14 @@ def bias_dropout_residual(
 
     Raises ValueError for shapes or p that do not fit, UnusableError when the named implementation refuses.
     """
-    if x.shape != residual.shape or x.dtype != residual.dtype or (bias is not None and bias.shape != x.shape[-1:]):
-        raise ValueError(f"x and residual must have one shape and dtype, got {[*x.shape]} and {[*residual.shape]}")
+    if (
+        x.shape != residual.shape
+        or x.dtype != residual.dtype
+        or (bias is not None and bias.shape != x.shape[-1:])
+    ):
+        raise ValueError(
+            f"x and residual must have one shape and dtype, got {[*x.shape]} and {[*residual.shape]}"
+        )
     if bias is not None and bias.dtype != x.dtype:
         raise ValueError(f"the bias must have x's dtype {x.dtype}, got {bias.dtype}")
     if not 0 <= p < 1:
@@ -64,5 +74,7 @@ def bias_dropout_residual(
     if use_reference(implementation) or is_small_call(implementation, x):
         return reference_bias_dropout_residual(x, residual, bias, p)
     choice = choose("bias_dropout_residual", IMPLEMENTATIONS, implementation, x, p, bias)
-    out: torch.Tensor = choice.implementation.function("bias_dropout_residual")(x, residual, bias, p)
+    out: torch.Tensor = choice.implementation.function("bias_dropout_residual")(
+        x, residual, bias, p
+    )
     return out

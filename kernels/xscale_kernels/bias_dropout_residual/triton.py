@@ -55,7 +55,9 @@ def _unit_stride(rows: torch.Tensor) -> torch.Tensor:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, p: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, p: float
+    ) -> torch.Tensor:
         x, residual = _unit_stride(x), _unit_stride(residual)
         bias = None if bias is None else bias.contiguous()
         N, D = x.shape
@@ -73,7 +75,9 @@ class _Sum(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
+    def backward(
+        ctx: Any, dy: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
         dx = dy
         if ctx.p and dy.numel():
             (seed,) = ctx.saved_tensors
@@ -87,7 +91,9 @@ class _Sum(torch.autograd.Function):
         return dx, dy, None if ctx.bias_dtype is None else dx.sum(0).to(ctx.bias_dtype), None
 
 
-def bias_dropout_residual(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, p: float) -> torch.Tensor:
+def bias_dropout_residual(
+    x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, p: float
+) -> torch.Tensor:
     """Triton implementation of `reference_bias_dropout_residual`."""
     rows = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, residual))
     out: torch.Tensor = _Sum.apply(*rows, bias, p)  # type: ignore[no-untyped-call]

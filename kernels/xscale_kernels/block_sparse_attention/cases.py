@@ -45,7 +45,14 @@ def draw(pick: Pick) -> Example:
         if packed:
             named |= {"query_documents": optional[-1][:, S - T :], "key_documents": optional[-1]}
         return block_sparse_attention(
-            q, k, v, _on(layout, q.device), causal=causal, softcap=cap, implementation=implementation, **named
+            q,
+            k,
+            v,
+            _on(layout, q.device),
+            causal=causal,
+            softcap=cap,
+            implementation=implementation,
+            **named,
         )
 
     slopes = (torch.rand(H, generator=pick.generator, dtype=torch.float64),) if sloped else ()
@@ -116,7 +123,10 @@ def cases(device: str) -> Iterator[Case]:
     cuda, cpu = ((4096, 64), (32768, 64), (32768, 128), (65536, 64)), ((1024, 64), (4096, 64))
     for T, block in cuda if device == "cuda" else cpu:
         layout = layout_from_mask(window(T // block, 512 // block).to(device), block)
-        qkv = tuple(torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        qkv = tuple(
+            torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
         ways = forward_backward(
             lambda q, k, v, implementation, layout=layout: block_sparse_attention(
                 q, k, v, layout, causal=True, implementation=implementation
@@ -129,7 +139,9 @@ def cases(device: str) -> Iterator[Case]:
         if device == "cuda":
             # FlexAttention has no backward on CPU.
             blocks = flex_blocks(layout, T)
-            ways["flex"] = ForwardBackward(partial(torch.compile(flex_attention), block_mask=blocks), qkv)
+            ways["flex"] = ForwardBackward(
+                partial(torch.compile(flex_attention), block_mask=blocks), qkv
+            )
         pairs = layout.key_blocks.numel() * block * block
         density = layout.density(causal=True)
         label = f"B={B} H={H} T={T} K={K} block={block} density={density:.3f} {dtype}"

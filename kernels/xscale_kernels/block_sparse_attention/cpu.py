@@ -45,7 +45,9 @@ def _steps(layout: BlockLayout, batch: int, groups: int, share: int) -> Iterator
         for count in torch.unique(counts[head]).tolist():
             if not count:
                 continue
-            for rows in (counts[head] == count).nonzero()[:, 0].split(max(1, SCORES // (tile * count))):
+            for rows in (
+                (counts[head] == count).nonzero()[:, 0].split(max(1, SCORES // (tile * count)))
+            ):
                 entries = starts[head * layout.rows + rows, None] + torch.arange(count)
                 yield _Rows(group_slice, within, rows, blocks[entries])
 
@@ -59,13 +61,22 @@ class _BlockedTensors:
     """The tensors split into blocks, and access to the blocks of one step."""
 
     def __init__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: BlockLayout, rule: ScoreModifier
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: BlockLayout,
+        rule: ScoreModifier,
     ) -> None:
         H, T, G, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
         self.layout, self.rule, self.T, self.S, self.G, self.share = layout, rule, T, S, G, H // G
         self.compute = wide(q.dtype)
         # Scale q once instead of every score.
-        self.q, self.k, self.v = self.queries(q.to(self.compute) * rule.scale), self.keys(k), self.keys(v)
+        self.q, self.k, self.v = (
+            self.queries(q.to(self.compute) * rule.scale),
+            self.keys(k),
+            self.keys(v),
+        )
 
     def steps(self) -> Iterator[_Rows]:
         return _steps(self.layout, self.q.shape[0], self.G, self.share)
@@ -73,7 +84,9 @@ class _BlockedTensors:
     def queries(self, x: torch.Tensor, past: float = 0.0) -> torch.Tensor:
         """[B, H, T, K] as [B, G, H / G, R, block, K], padded with `past`."""
         x = _filled(x.to(self.compute), -self.T % self.layout.block, past)
-        return x.reshape(x.shape[0], self.G, self.share, self.layout.rows, self.layout.block, x.shape[3])
+        return x.reshape(
+            x.shape[0], self.G, self.share, self.layout.rows, self.layout.block, x.shape[3]
+        )
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
         """[B, G, S, K] as [B, G, C, block, K], padded with zeros."""
@@ -87,7 +100,9 @@ class _BlockedTensors:
     def put(self, x: torch.Tensor, at: _Rows, values: torch.Tensor) -> None:
         """The inverse of `take`, into x."""
         heads = x[:, at.groups, at.heads]
-        heads.index_copy_(3, at.rows, values.view(*values.shape[:3], -1, *heads.shape[4:]).transpose(2, 3))
+        heads.index_copy_(
+            3, at.rows, values.view(*values.shape[:3], -1, *heads.shape[4:]).transpose(2, 3)
+        )
 
     def seen(self, x: torch.Tensor, at: _Rows) -> torch.Tensor:
         """The step's blocks of `keys(x)`: [B, g, r, n * block, K]."""
@@ -127,7 +142,9 @@ class _BlockedTensors:
             differs = query_ids[:, :, :, None] != key_ids[:, :, None, :]  # [B, r, block, n * block]
             heads.masked_fill_(differs[:, None, :, None], float("-inf"))
 
-    def scores(self, at: _Rows, query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def scores(
+        self, at: _Rows, query: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[B, g, r, h * block, n * block] with -inf where masked, and the soft cap's derivative or None."""
         rule = self.rule
         score = torch.matmul(query, keys.transpose(3, 4))
@@ -139,7 +156,9 @@ class _BlockedTensors:
         heads = score.view(*score.shape[:3], -1, self.layout.block, score.shape[4])
         if rule.slopes is not None:
             query_positions, key_positions = self.positions(at, 0)
-            distance = (query_positions[:, :, None] + (self.S - self.T) - key_positions[:, None, :]).abs_()[:, None]
+            distance = (
+                query_positions[:, :, None] + (self.S - self.T) - key_positions[:, None, :]
+            ).abs_()[:, None]
             slopes = rule.slopes.view(self.G, self.share)[at.groups, at.heads]
             heads.sub_(slopes[:, None, :, None, None] * distance)
         self.mask_(heads, at)
@@ -161,9 +180,15 @@ def forward(
         weight = score.sub_(top).exp_()
         total = weight.sum(-1, keepdim=True)
         empty = total == 0
-        blocked.put(out, at, torch.matmul(weight, blocked.seen(blocked.v, at)).div_(total.masked_fill(empty, 1.0)))
+        blocked.put(
+            out,
+            at,
+            torch.matmul(weight, blocked.seen(blocked.v, at)).div_(total.masked_fill(empty, 1.0)),
+        )
         blocked.put(lse, at, total.log_().add_(top).masked_fill_(empty, float("inf")))
-    return out.view(B, H, -1, M)[:, :, :T].to(q.dtype).contiguous(), lse.view(B, H, -1)[:, :, :T].contiguous()
+    return out.view(B, H, -1, M)[:, :, :T].to(q.dtype).contiguous(), lse.view(B, H, -1)[
+        :, :, :T
+    ].contiguous()
 
 
 def backward(
@@ -190,7 +215,11 @@ def backward(
         score, bend = blocked.scores(at, query, keys)
         weight = score.sub_(blocked.take(norms, at)).exp_()
         blocked.add(dv, at, torch.matmul(weight.transpose(3, 4), gradient))
-        change = torch.matmul(gradient, values.transpose(3, 4)).sub_(blocked.take(deltas, at)).mul_(weight)
+        change = (
+            torch.matmul(gradient, values.transpose(3, 4))
+            .sub_(blocked.take(deltas, at))
+            .mul_(weight)
+        )
         if bend is not None:
             change.mul_(bend)
         blocked.put(dq, at, torch.matmul(change, keys))

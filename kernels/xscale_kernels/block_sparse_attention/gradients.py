@@ -33,7 +33,9 @@ def _delta_kernel(
     batch, head = line // H, line % H
     first = tl.program_id(0) * ROWS
     left = tile(out + line * T * M, M, 1, first, T, M, ROWS, BV, False, False).to(ACC)
-    right = tile(dout + batch * sdb + head * sdh, sdt, sdm, first, T, M, ROWS, BV, False, False).to(ACC)
+    right = tile(dout + batch * sdb + head * sdh, sdt, sdm, first, T, M, ROWS, BV, False, False).to(
+        ACC
+    )
     rows = first + tl.arange(0, ROWS)
     tl.store(delta + line * T + rows, tl.sum(left * right, 1), mask=rows < T)
 
@@ -79,13 +81,18 @@ def _query_kernel(
     ACC: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_V: tl.constexpr,
 ):  # fmt: skip
-    batch, head = (tl.program_id(0) % (B * H) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    batch, head = (
+        (tl.program_id(0) % (B * H) // H).to(tl.int64),
+        (tl.program_id(0) % H).to(tl.int64),
+    )
     row = tl.load(order + per_head * head * R + tl.program_id(0) // (B * H))
     k += batch * skb + head // (H // G) * skh
     v += batch * svb + head // (H // G) * svh
     queries = row * BLOCK + tl.arange(0, BLOCK)
     left = tile(q + batch * sqb + head * sqh, sqt, sqk, row * BLOCK, T, K, BLOCK, BK, False, EVEN_K)
-    gradient = tile(dout + batch * sdb + head * sdh, sdt, sdm, row * BLOCK, T, M, BLOCK, BV, False, EVEN_V)
+    gradient = tile(
+        dout + batch * sdb + head * sdh, sdt, sdm, row * BLOCK, T, M, BLOCK, BV, False, EVEN_V
+    )
     query_rows = (batch * H + head) * T + queries
     norm = tl.load(lse + query_rows, mask=queries < T, other=float("inf"))
     shift = tl.load(delta + query_rows, mask=queries < T, other=0.0)
@@ -148,7 +155,9 @@ def _key_gradient(
         )  # fmt: skip
         weight = tl.exp2(score - norm[None, :])
         change = weight * (raised - shift[None, :]) * bend
-        value_result += tl.dot(weight.to(gradient.dtype), gradient, input_precision=PRECISION, out_dtype=ACC)
+        value_result += tl.dot(
+            weight.to(gradient.dtype), gradient, input_precision=PRECISION, out_dtype=ACC
+        )
         key_result += tl.dot(change.to(left.dtype), left, input_precision=PRECISION, out_dtype=ACC)
     return key_result, value_result
 
@@ -187,7 +196,9 @@ def _key_kernel(
     values = tile(v, svt, svk, key, S, M, KEYS, BV, False, EVEN_V)
     key_document = tl.zeros((KEYS,), dtype=tl.int32)
     if DOCUMENTS:
-        key_document = tl.load(key_documents + batch.to(tl.int64) * S + keys, mask=keys < S, other=-2)
+        key_document = tl.load(
+            key_documents + batch.to(tl.int64) * S + keys, mask=keys < S, other=-2
+        )
         query_documents += batch.to(tl.int64) * T
     key_result = tl.zeros((KEYS, BK), dtype=ACC)
     value_result = tl.zeros((KEYS, BV), dtype=ACC)
@@ -201,7 +212,10 @@ def _key_kernel(
         head = first_head + member
         slope = tl.load(slopes + head) if SLOPED else 0.0
         if not JOBS:
-            entry, entries = tl.load(starts + head * C + line), tl.load(starts + head * C + line + 1)
+            entry, entries = (
+                tl.load(starts + head * C + line),
+                tl.load(starts + head * C + line + 1),
+            )
         first, full_start, after, end = column_span(
             entry, entries, blocks, key, T, S, query_ranges + 2 * batch * tl.cdiv(T, BLOCK), key_ranges + 2 * batch * C,
             CAUSAL, DOCUMENTS, BLOCK, KEYS,
@@ -241,7 +255,11 @@ def _sum_kernel(
 ):  # fmt: skip
     """The sums of the jobs of split columns, in order."""
     lane, split = tl.program_id(1), tl.program_id(2)
-    line, first, end = tl.load(columns + 3 * split), tl.load(columns + 3 * split + 1), tl.load(columns + 3 * split + 2)
+    line, first, end = (
+        tl.load(columns + 3 * split),
+        tl.load(columns + 3 * split + 1),
+        tl.load(columns + 3 * split + 2),
+    )
     if PER_HEAD:
         batch, group = lane.to(tl.int64), (line // C).to(tl.int64)
     else:
@@ -290,7 +308,11 @@ def backward(
     delta = _delta(out, dout, lse.dtype)
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     optional = optional_inputs(q, rule, layout.block)
-    tensors, per_head, options = (q, k, v, dout, lse, delta), layout.heads > 1, settings(q, v, layout, rule)
+    tensors, per_head, options = (
+        (q, k, v, dout, lse, delta),
+        layout.heads > 1,
+        settings(q, v, layout, rule),
+    )
     _query_kernel[(layout.rows * B * H,)](
         *tensors, dq, layout.row_order, layout.key_starts, layout.key_blocks, *optional, *strides,
         B, H, G, T, S, layout.rows, K, M, int(per_head), rule.scale, **options,

@@ -65,7 +65,9 @@ class BlockLayout:
         """Build a layout from `tensors()` and `sizes()`, which a torch.library operator can take."""
         block, heads, rows, columns, slots = sizes
         named = dict(zip(TENSORS, tensors, strict=True))
-        return BlockLayout(block=block, heads=heads, rows=rows, columns=columns, slots=slots, **named)
+        return BlockLayout(
+            block=block, heads=heads, rows=rows, columns=columns, slots=slots, **named
+        )
 
     def mask(self) -> torch.Tensor:
         """Block mask [L, R, C] bool."""
@@ -122,7 +124,9 @@ def layout_from_mask(mask: torch.Tensor, block: int) -> BlockLayout:
     The layout is on the mask's device, which must be the one of attention.
     """
     if mask.dim() != 3 or mask.dtype is not torch.bool:
-        raise ValueError(f"layout_from_mask takes a bool mask [L, R, C], got {[*mask.shape]} of {mask.dtype}")
+        raise ValueError(
+            f"layout_from_mask takes a bool mask [L, R, C], got {[*mask.shape]} of {mask.dtype}"
+        )
     key_starts, key_blocks = _compressed(mask)
     query_starts, query_blocks = _compressed(mask.transpose(1, 2).contiguous())
     L, R, C = mask.shape

@@ -34,7 +34,9 @@ class ScoreModifier:
     """[B, S] int."""
 
 
-def visible(q: torch.Tensor, k: torch.Tensor, layout: BlockLayout, rule: ScoreModifier) -> torch.Tensor:
+def visible(
+    q: torch.Tensor, k: torch.Tensor, layout: BlockLayout, rule: ScoreModifier
+) -> torch.Tensor:
     """Mask [B or 1, L, T, S] bool of the keys that each query sees."""
     T, S = q.shape[2], k.shape[2]
     blocks = layout.mask().repeat_interleave(layout.block, 1).repeat_interleave(layout.block, 2)
@@ -43,7 +45,9 @@ def visible(q: torch.Tensor, k: torch.Tensor, layout: BlockLayout, rule: ScoreMo
     if rule.causal:
         seen = seen & (key[None, :] <= query[:, None] + S - T)
     if rule.query_documents is not None and rule.key_documents is not None:
-        seen = seen & (rule.query_documents[:, None, :, None] == rule.key_documents[:, None, None, :])
+        seen = seen & (
+            rule.query_documents[:, None, :, None] == rule.key_documents[:, None, None, :]
+        )
     return seen
 
 
@@ -136,7 +140,11 @@ def _forward(
     out: Tensor
     lse: Tensor
     out, lse = choice.implementation.function("forward")(q, k, v, layout, rule)
-    return (out, lse) if sinks is None else add_sinks(out, lse, sinks, choice.implementation.function("LSE_UNIT"))
+    return (
+        (out, lse)
+        if sinks is None
+        else add_sinks(out, lse, sinks, choice.implementation.function("LSE_UNIT"))
+    )
 
 
 @_forward.register_fake
@@ -168,11 +176,18 @@ def _back(
         ScoreModifier(scale, causal, softcap, slopes, query_documents, key_documents),
         BlockLayout.from_parts(lists, numbers),
     )
-    choice = choose("block_sparse_attention (backward)", IMPLEMENTATIONS, implementation, q, v, layout)
+    choice = choose(
+        "block_sparse_attention (backward)", IMPLEMENTATIONS, implementation, q, v, layout
+    )
     dq, dk, dv = choice.implementation.function("backward")(q, k, v, out, lse, dout, layout, rule)
     if sinks is None:
         return dq, dk, dv, lse.new_empty(0)
-    return dq, dk, dv, gradient_of_sinks(sinks, dout, out, lse, choice.implementation.function("LSE_UNIT"))
+    return (
+        dq,
+        dk,
+        dv,
+        gradient_of_sinks(sinks, dout, out, lse, choice.implementation.function("LSE_UNIT")),
+    )
 
 
 @_back.register_fake
@@ -213,7 +228,17 @@ _forward.register_autograd(_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.xscale.block_sparse_attention)
 def _forward_flops(
-    q: Any, k: Any, v: Any, slopes: Any, qd: Any, kd: Any, sinks: Any, lists: Any, numbers: Any, *_: Any, **__: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    slopes: Any,
+    qd: Any,
+    kd: Any,
+    sinks: Any,
+    lists: Any,
+    numbers: Any,
+    *_: Any,
+    **__: Any,
 ) -> int:
     block, heads = numbers[0], numbers[1]
     blocks = lists[1][0] * (1 if heads > 1 else q[1])
@@ -243,7 +268,11 @@ def _backward_flops(
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> None:
-    if q.dim() != 4 or k.shape != (q.shape[0], k.shape[1], k.shape[2], q.shape[3]) or v.shape[:3] != k.shape[:3]:
+    if (
+        q.dim() != 4
+        or k.shape != (q.shape[0], k.shape[1], k.shape[2], q.shape[3])
+        or v.shape[:3] != k.shape[:3]
+    ):
         raise ValueError(
             "block_sparse_attention takes q [B, H, T, K], k [B, G, S, K], v [B, G, S, M], got "
             f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"

@@ -20,7 +20,9 @@ def shared_bytes(block: int, key_width: int, value_width: int, itemsize: int, st
 
 def stages(block: int, key_width: int, value_width: int, itemsize: int, limit: int) -> int:
     """Return the stages in which tiles are loaded ahead: 2, or 1 where two do not fit; 0 where one does not."""
-    return next((n for n in (2, 1) if shared_bytes(block, key_width, value_width, itemsize, n) <= limit), 0)
+    return next(
+        (n for n in (2, 1) if shared_bytes(block, key_width, value_width, itemsize, n) <= limit), 0
+    )
 
 
 def limit_of(device: torch.device) -> int:

@@ -31,7 +31,9 @@ def tile(
     elif EVEN:
         value = tl.load(at, mask=(first + row < rows)[:, None], other=0.0)
     else:
-        value = tl.load(at, mask=(first + row < rows)[:, None] & (column < columns)[None, :], other=0.0)
+        value = tl.load(
+            at, mask=(first + row < rows)[:, None] & (column < columns)[None, :], other=0.0
+        )
     return value
 
 
@@ -148,7 +150,9 @@ def row_span(
     first, end = tl.load(starts + at), tl.load(starts + at + 1)
     earliest = row * BLOCK + S - T
     if CAUSAL:
-        while (end > first) & (tl.load(blocks + end - 1, mask=end > first, other=0) * BLOCK > earliest + BLOCK - 1):
+        while (end > first) & (
+            tl.load(blocks + end - 1, mask=end > first, other=0) * BLOCK > earliest + BLOCK - 1
+        ):
             end -= 1
     # The last key that every query of the row sees, or the last one of the sequence. Entries are ascending.
     limit = tl.minimum(S - 1, earliest) if CAUSAL else S - 1
@@ -159,7 +163,9 @@ def row_span(
         full_end -= 1
     if DOCUMENTS:
         low, high = tl.load(query_ranges + 2 * row), tl.load(query_ranges + 2 * row + 1)
-        first, full_start, full_end, end = document_span(first, full_end, end, blocks, key_ranges, low, high)
+        first, full_start, full_end, end = document_span(
+            first, full_end, end, blocks, key_ranges, low, high
+        )
     return first, full_start, full_end, end
 
 
@@ -170,28 +176,40 @@ def column_span(
 ):  # fmt: skip
     """A column's entries (first, start of the whole blocks, their end, end); blocks before the keys are left out."""
     if CAUSAL:
-        while (first < end) & (tl.load(blocks + first, mask=first < end, other=0) * BLOCK + BLOCK - 1 + S - T < key):
+        while (first < end) & (
+            tl.load(blocks + first, mask=first < end, other=0) * BLOCK + BLOCK - 1 + S - T < key
+        ):
             first += 1
     full_start, after = first, end
     if CAUSAL:
         while (full_start < end) & (
-            tl.load(blocks + full_start, mask=full_start < end, other=0) * BLOCK + S - T < key + KEYS - 1
+            tl.load(blocks + full_start, mask=full_start < end, other=0) * BLOCK + S - T
+            < key + KEYS - 1
         ):
             full_start += 1
     # Entries are ascending, so the block that the end of the queries cuts is the last.
-    while (after > full_start) & (tl.load(blocks + after - 1, mask=after > full_start, other=0) * BLOCK + BLOCK > T):
+    while (after > full_start) & (
+        tl.load(blocks + after - 1, mask=after > full_start, other=0) * BLOCK + BLOCK > T
+    ):
         after -= 1
     if DOCUMENTS:
-        low, high = tl.load(key_ranges + 2 * (key // BLOCK)), tl.load(key_ranges + 2 * (key // BLOCK) + 1)
+        low, high = (
+            tl.load(key_ranges + 2 * (key // BLOCK)),
+            tl.load(key_ranges + 2 * (key // BLOCK) + 1),
+        )
         # Those that the causal order cuts come first, and may be of another document than the whole ones.
         cut = full_start
         first, _, _, end = document_span(first, first, end, blocks, query_ranges, low, high)
         cut = tl.minimum(tl.maximum(cut, first), end)
-        _, full_start, after, _ = document_span(cut, tl.minimum(after, end), end, blocks, query_ranges, low, high)
+        _, full_start, after, _ = document_span(
+            cut, tl.minimum(after, end), end, blocks, query_ranges, low, high
+        )
     return first, full_start, after, end
 
 
-def settings(q: torch.Tensor, v: torch.Tensor, layout: BlockLayout, rule: ScoreModifier) -> dict[str, object]:
+def settings(
+    q: torch.Tensor, v: torch.Tensor, layout: BlockLayout, rule: ScoreModifier
+) -> dict[str, object]:
     K, M = q.shape[3], v.shape[3]
     BK, BV = (max(16, triton.next_power_of_2(width)) for width in (K, M))
     return {
@@ -224,6 +242,7 @@ def _document_ranges(documents: torch.Tensor, block: int) -> torch.Tensor:
     (B, T), limits = documents.shape, torch.iinfo(torch.int32)
     rows = triton.cdiv(T, block)
     least, greatest = (
-        F.pad(documents, (0, rows * block - T), value=fill).view(B, rows, block) for fill in (limits.max, limits.min)
+        F.pad(documents, (0, rows * block - T), value=fill).view(B, rows, block)
+        for fill in (limits.max, limits.min)
     )
     return torch.stack((least.amin(2), greatest.amax(2)), 2)

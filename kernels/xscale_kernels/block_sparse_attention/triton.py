@@ -16,7 +16,14 @@ from xscale_kernels.attention_sinks import BINARY
 from xscale_kernels.block_sparse_attention.gradients import backward
 from xscale_kernels.block_sparse_attention.layout import BlockLayout
 from xscale_kernels.block_sparse_attention.op import ScoreModifier
-from xscale_kernels.block_sparse_attention.tiles import optional_inputs, row_span, scores, settings, store_tile, tile
+from xscale_kernels.block_sparse_attention.tiles import (
+    optional_inputs,
+    row_span,
+    scores,
+    settings,
+    store_tile,
+    tile,
+)
 
 __all__ = ["LSE_UNIT", "backward", "forward"]
 
@@ -72,7 +79,10 @@ def _forward_kernel(
     ACC: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_V: tl.constexpr,
 ):  # fmt: skip
-    batch, head = (tl.program_id(0) % (B * H) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    batch, head = (
+        (tl.program_id(0) % (B * H) // H).to(tl.int64),
+        (tl.program_id(0) % H).to(tl.int64),
+    )
     row = tl.load(order + per_head * head * R + tl.program_id(0) // (B * H))
     k += batch * skb + head // (H // G) * skh
     v += batch * svb + head // (H // G) * svh
@@ -106,7 +116,9 @@ def _forward_kernel(
     query_rows = (batch * H + head) * T + queries
     store_tile(out + (batch * H + head) * T * M, result, row * BLOCK, T, M, BLOCK, BV)
     # +inf makes the backward's weights of an empty row 0.
-    tl.store(lse + query_rows, tl.where(empty, float("inf"), top + tl.log2(total)), mask=queries < T)
+    tl.store(
+        lse + query_rows, tl.where(empty, float("inf"), top + tl.log2(total)), mask=queries < T
+    )
 
 
 def forward(

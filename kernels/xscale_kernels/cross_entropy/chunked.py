@@ -17,7 +17,9 @@ def _spans(logits: torch.Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 
-def forward(logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's loss [N] and lse [N], in float32 at least. logits: [N, V]. targets: [N]."""
     compute = torch.promote_types(logits.dtype, torch.float32)
     loss, lse = (logits.new_empty(logits.shape[0], dtype=compute) for _ in range(2))
@@ -30,7 +32,11 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms) -> tu
 
 
 def backward(
-    logits: torch.Tensor, targets: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor, terms: LossTerms
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    lse: torch.Tensor,
+    seed: torch.Tensor,
+    terms: LossTerms,
 ) -> torch.Tensor:
     """The gradient [N, V] of sum(seed * loss)."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -38,7 +44,11 @@ def backward(
     safe = targets.where(kept, 0)
     seed = seed.to(lse.dtype).where(kept, 0.0)
     for span in _spans(logits):
-        block = out[span] if out.dtype == lse.dtype else logits.new_empty(out[span].shape, dtype=lse.dtype)
+        block = (
+            out[span]
+            if out.dtype == lse.dtype
+            else logits.new_empty(out[span].shape, dtype=lse.dtype)
+        )
         block.copy_(logits[span])
         folded = refold_(block, lse[span], terms)
         gradient_(block, folded, safe[span], seed[span], terms)

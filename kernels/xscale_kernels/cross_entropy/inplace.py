@@ -75,7 +75,9 @@ def gradient_(
         scale.addcmul_(scale, folded.lse, value=2 * terms.z_loss)
     block.mul_(scale[:, None])
     pull = seed * (terms.label_smoothing - 1)
-    block.scatter_add_(1, targets[:, None], (pull if is_local is None else pull * is_local)[:, None])
+    block.scatter_add_(
+        1, targets[:, None], (pull if is_local is None else pull * is_local)[:, None]
+    )
     if terms.label_smoothing:
         block.sub_((seed * (terms.label_smoothing / (vocabulary or block.shape[1])))[:, None])
     return block if folded.slope is None else block.mul_(folded.slope)

@@ -10,7 +10,9 @@ import torch
 from xscale_kernels.cross_entropy.op import LossTerms
 
 
-def quack_forward(logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
+def quack_forward(
+    logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `chunked.forward` by QuACK's kernel, which has no soft cap, z-loss and label smoothing."""
     from quack.cross_entropy import cross_entropy_fwd
 
@@ -21,12 +23,20 @@ def quack_forward(logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms)
 
 
 def quack_backward(
-    logits: torch.Tensor, targets: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor, terms: LossTerms
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    lse: torch.Tensor,
+    seed: torch.Tensor,
+    terms: LossTerms,
 ) -> torch.Tensor:
     """Compute `chunked.backward` by QuACK's kernel; an ignored token's logits must be finite."""
     from quack.cross_entropy import cross_entropy_bwd
 
     gradient: torch.Tensor = cross_entropy_bwd(
-        logits.contiguous(), targets.contiguous(), seed.float().contiguous(), lse, ignore_index=terms.ignore_index
+        logits.contiguous(),
+        targets.contiguous(),
+        seed.float().contiguous(),
+        lse,
+        ignore_index=terms.ignore_index,
     )
     return gradient

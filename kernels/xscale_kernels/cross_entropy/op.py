@@ -26,10 +26,14 @@ class LossTerms:
 
     def __post_init__(self) -> None:
         if self.softcap < 0 or self.z_loss < 0 or not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"softcap and z_loss must be >= 0 and label_smoothing in [0, 1), got {self}")
+            raise ValueError(
+                f"softcap and z_loss must be >= 0 and label_smoothing in [0, 1), got {self}"
+            )
 
 
-def reference_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms) -> torch.Tensor:
+def reference_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms
+) -> torch.Tensor:
     """Each token's loss [N], in float32 at least. logits [N, V], targets [N]."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if terms.softcap:
@@ -72,14 +76,18 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     terms = LossTerms(ignore_index, softcap, z_loss, label_smoothing)
     choice = choose("cross_entropy", IMPLEMENTATIONS, implementation, logits, terms)
-    out: tuple[torch.Tensor, torch.Tensor] = choice.implementation.function("forward")(logits, targets, terms)
+    out: tuple[torch.Tensor, torch.Tensor] = choice.implementation.function("forward")(
+        logits, targets, terms
+    )
     return out
 
 
 @_forward.register_fake
 def _(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     compute = torch.promote_types(logits.dtype, torch.float32)
-    return logits.new_empty(logits.shape[0], dtype=compute), logits.new_empty(logits.shape[0], dtype=compute)
+    return logits.new_empty(logits.shape[0], dtype=compute), logits.new_empty(
+        logits.shape[0], dtype=compute
+    )
 
 
 @torch.library.custom_op("xscale::cross_entropy_backward", mutates_args=())
@@ -96,7 +104,9 @@ def _back(
 ) -> torch.Tensor:
     terms = LossTerms(ignore_index, softcap, z_loss, label_smoothing)
     choice = choose("cross_entropy (backward)", IMPLEMENTATIONS, implementation, logits, terms)
-    out: torch.Tensor = choice.implementation.function("backward")(logits, targets, lse, seed, terms)
+    out: torch.Tensor = choice.implementation.function("backward")(
+        logits, targets, lse, seed, terms
+    )
     return out
 
 
@@ -137,7 +147,9 @@ def cross_entropy(
     Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
     """
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(f"cross_entropy takes logits [N, V], targets [N], got {[*logits.shape]}, {[*targets.shape]}")
+        raise ValueError(
+            f"cross_entropy takes logits [N, V], targets [N], got {[*logits.shape]}, {[*targets.shape]}"
+        )
     if reduction not in ("none", "sum"):
         raise ValueError(f"reduction is 'none' or 'sum', not '{reduction}'")
     terms = LossTerms(ignore_index, softcap or 0.0, z_loss, label_smoothing)
@@ -145,6 +157,12 @@ def cross_entropy(
         losses = reference_cross_entropy(logits, targets, terms)
         return losses.sum() if reduction == "sum" else losses
     loss: torch.Tensor = _forward(
-        logits, targets, terms.ignore_index, terms.softcap, terms.z_loss, terms.label_smoothing, implementation or ""
+        logits,
+        targets,
+        terms.ignore_index,
+        terms.softcap,
+        terms.z_loss,
+        terms.label_smoothing,
+        implementation or "",
     )[0]
     return loss.sum() if reduction == "sum" else loss

@@ -41,7 +41,11 @@ def _kernel(
         # one a step to rescale the sum. They are combined once, after the row.
         for start in range(0, V, BV):
             mask = columns < V - start
-            value = tl.load(row_start + tl.cast(start, tl.int64) * sv + columns * sv, mask=mask, other=float("-inf"))
+            value = tl.load(
+                row_start + tl.cast(start, tl.int64) * sv + columns * sv,
+                mask=mask,
+                other=float("-inf"),
+            )
             value = value.to(WIDE)
             if CAP > 0:
                 value = tl.where(mask, CAP * _capped(value, CAP), float("-inf"))
@@ -72,7 +76,11 @@ def _kernel(
         for start in range(0, V, BV):
             at = start + columns
             mask = at < V
-            value = tl.load(row_start + tl.cast(start, tl.int64) * sv + columns * sv, mask=mask, other=float("-inf"))
+            value = tl.load(
+                row_start + tl.cast(start, tl.int64) * sv + columns * sv,
+                mask=mask,
+                other=float("-inf"),
+            )
             value = value.to(WIDE)
             if CAP > 0:
                 squashed = _capped(value, CAP)
@@ -116,7 +124,9 @@ def launch(
     )  # fmt: skip
 
 
-def forward(logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Triton implementation of `chunked.forward`."""
     compute = torch.promote_types(logits.dtype, torch.float32)
     losses, lses = (logits.new_empty(logits.shape[0], dtype=compute) for _ in range(2))
@@ -125,7 +135,11 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms) -> tu
 
 
 def backward(
-    logits: torch.Tensor, targets: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor, terms: LossTerms
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    lse: torch.Tensor,
+    seed: torch.Tensor,
+    terms: LossTerms,
 ) -> torch.Tensor:
     """Triton implementation of `chunked.backward`."""
     gradients = torch.empty_like(logits, memory_format=torch.contiguous_format)

@@ -14,11 +14,17 @@ from xscale_kernels.delta_rule.op import IMPLEMENTATIONS, delta_rule, reference_
 
 def draw(pick: Pick) -> Example:
     """With and without decay, initial state and documents; chunks that do not divide the length."""
-    B, H, T = pick.integer(1, 2), pick.integer(1, 3), pick.choice(1, pick.integer(2, 20), pick.integer(30, 40))
+    B, H, T = (
+        pick.integer(1, 2),
+        pick.integer(1, 3),
+        pick.choice(1, pick.integer(2, 20), pick.integer(30, 40)),
+    )
     K, M = pick.integer(1, 20), pick.integer(1, 20)
     gated, stated, packed = (pick.choice(False, True) for _ in range(3))
 
-    def split(function: Callable[..., Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(
+        function: Callable[..., Any], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, strength = tensors[:4]
         # A list: torch.compile of torch 2.11 takes what a star collects for a tuple.
         optional_inputs = list(tensors[4:])
@@ -31,10 +37,19 @@ def draw(pick: Pick) -> Example:
         )  # fmt: skip
         return outputs
 
-    def run(*tensors: torch.Tensor, implementation: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        return split(lambda *a, **b: delta_rule(*a, **b, chunk=16, implementation=implementation), *tensors)
+    def run(
+        *tensors: torch.Tensor, implementation: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return split(
+            lambda *a, **b: delta_rule(*a, **b, chunk=16, implementation=implementation), *tensors
+        )
 
-    tensors = [pick.normal(B, H, T, K), pick.normal(B, H, T, K), pick.normal(B, H, T, M), pick.normal(B, H, T)]
+    tensors = [
+        pick.normal(B, H, T, K),
+        pick.normal(B, H, T, K),
+        pick.normal(B, H, T, M),
+        pick.normal(B, H, T),
+    ]
     tensors += [pick.normal(B, H, T)] if gated else []
     tensors += [pick.normal(B, H, K, M)] if stated else []
     return Example(
@@ -50,7 +65,9 @@ def draw(pick: Pick) -> Example:
 TESTS = ("test_delta_rule",)
 
 
-SAYS = dict.fromkeys(("eager", "sdpa"), "torch's fused causal softmax attention, which the delta rule replaces")
+SAYS = dict.fromkeys(
+    ("eager", "sdpa"), "torch's fused causal softmax attention, which the delta rule replaces"
+)
 
 
 def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -62,12 +79,20 @@ def cases(device: str) -> Iterator[Case]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     B, H, K = (4, 16, 128) if device == "cuda" else (1, 4, 64)
     for T in (4096, 16384, 65536) if device == "cuda" else (512, 2048, 4096):
-        qkv = tuple(torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        qkv = tuple(
+            torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
         strength = torch.rand(B, H, T, device=device)
         decay = -0.1 * torch.rand(B, H, T, device=device)
         ways = forward_backward(
             lambda q, k, v, implementation, strength=strength, decay=decay: delta_rule(
-                q, F.normalize(k, dim=-1), v, strength, log_decay=decay, implementation=implementation
+                q,
+                F.normalize(k, dim=-1),
+                v,
+                strength,
+                log_decay=decay,
+                implementation=implementation,
             )[0],
             _softmax,
             IMPLEMENTATIONS,
@@ -76,4 +101,6 @@ def cases(device: str) -> Iterator[Case]:
         ways["sdpa"] = ForwardBackward(_softmax, qkv)
         # Forward and twice that backward: five products of 64 x K for a token, and three with the state.
         flops = 3 * 2.0 * B * H * T * (64 * 5 * K + 3 * K * K)
-        yield Case(f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops, at={"length": T}, says=SAYS)
+        yield Case(
+            f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops, at={"length": T}, says=SAYS
+        )

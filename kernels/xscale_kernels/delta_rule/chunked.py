@@ -48,7 +48,9 @@ class ChunkDecays:
 
     def keep(self, rows: Tensor) -> Tensor:
         """Decay rows [B, H, N, C, K] from their token to the end of the chunk."""
-        rows = rows if self.sums is None else rows * (self.sums[..., -1:] - self.sums).exp()[..., None]
+        rows = (
+            rows if self.sums is None else rows * (self.sums[..., -1:] - self.sums).exp()[..., None]
+        )
         return rows if self.last is None else rows * self.last[..., None]
 
     def fades(self, chunks: int) -> Sequence[Tensor | None]:
@@ -73,7 +75,9 @@ def document_masks(documents: Tensor, before: Tensor, chunk: int) -> tuple[Tenso
     return same, chunks == ahead[..., None], chunks == chunks[..., -1:]
 
 
-def _decays(log_decay: Tensor | None, documents: Tensor | None, before: Tensor | None, chunk: int) -> ChunkDecays:
+def _decays(
+    log_decay: Tensor | None, documents: Tensor | None, before: Tensor | None, chunk: int
+) -> ChunkDecays:
     """Cut log decays [B, H, T] and documents [B, T] into chunks; `before` [B]: the document of the state before."""
     sums = None
     if log_decay is not None:
@@ -122,7 +126,13 @@ def scan(
 
 
 def _segment(
-    q: Tensor, k: Tensor, v: Tensor, strength: Tensor, decays: ChunkDecays, state: Tensor, chunk: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    decays: ChunkDecays,
+    state: Tensor,
+    chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Apply the rule to adjacent chunks, given the state before them; return their output and the new state."""
     length = q.shape[2]
@@ -140,7 +150,9 @@ def _segment(
     within = decays.weigh(q @ k.mT).tril()
     out = []
     # Unbind once: the backward of each index would fill a full-size gradient, in quadratic time.
-    chunks = zip(*(x.unbind(2) for x in (decays.lead(q), decays.keep(k), writes, reads, within)), strict=True)
+    chunks = zip(
+        *(x.unbind(2) for x in (decays.lead(q), decays.keep(k), writes, reads, within)), strict=True
+    )
     for (row, key, write, read, inside), fade in zip(chunks, decays.fades(k.shape[2]), strict=True):
         written = write - read @ state  # [B, H, C, M]
         out.append(row @ state + inside @ written)

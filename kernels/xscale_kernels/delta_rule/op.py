@@ -94,7 +94,9 @@ def delta_rule(
         if tensor is not None and tensor.shape != q.shape[:3]:
             raise ValueError(f"{name} is [B, H, T] = {[*q.shape[:3]]}, got {[*tensor.shape]}")
     if documents is not None and documents.shape != (q.shape[0], q.shape[2]):
-        raise ValueError(f"documents are [B, T] = {[q.shape[0], q.shape[2]]}, got {[*documents.shape]}")
+        raise ValueError(
+            f"documents are [B, T] = {[q.shape[0], q.shape[2]]}, got {[*documents.shape]}"
+        )
     tensors = (q, k, v, strength, log_decay, documents, state)
     if implementation == "reference" or q.shape[2] == 0:
         return reference_scan(*tensors)

@@ -66,7 +66,9 @@ def gated_activation(
     if kind not in KINDS:
         raise ValueError(f"gated_activation has no kind '{kind}'; there are: {', '.join(KINDS)}")
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(f"gate and up must have one shape and dtype, got {[*gate.shape]} and {[*up.shape]}")
+        raise ValueError(
+            f"gate and up must have one shape and dtype, got {[*gate.shape]} and {[*up.shape]}"
+        )
     if use_reference(implementation):
         return reference_gated_activation(gate, up, kind)
     if is_small_call(implementation, gate):

@@ -41,12 +41,16 @@ def _activation(gate, KIND: tl.constexpr):
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         tanh = 1 - 2 / (tl.exp(2 * inner) + 1)
         value = 0.5 * gate * (1 + tanh)
-        slope = 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * 0.7978845608028654 * (1 + 0.134145 * gate * gate)
+        slope = 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * 0.7978845608028654 * (
+            1 + 0.134145 * gate * gate
+        )
     return value, slope
 
 
 @triton.jit
-def _forward_kernel(gate, up, out, F, sg, su, KIND: tl.constexpr, ACC: tl.constexpr, BF: tl.constexpr):
+def _forward_kernel(
+    gate, up, out, F, sg, su, KIND: tl.constexpr, ACC: tl.constexpr, BF: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BF + tl.arange(0, BF)
     mask = columns < F
@@ -72,7 +76,11 @@ def _backward_kernel(
 
 
 def _settings(gate: torch.Tensor, kind: str) -> dict[str, object]:
-    return {"KIND": kind, "ACC": tl.float64 if gate.dtype is torch.float64 else tl.float32, "BF": BLOCK}
+    return {
+        "KIND": kind,
+        "ACC": tl.float64 if gate.dtype is torch.float64 else tl.float32,
+        "BF": BLOCK,
+    }
 
 
 def _unit_stride(rows: torch.Tensor) -> torch.Tensor:
@@ -100,18 +108,27 @@ def _forward(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     out = gate.new_empty(N, F)
     if out.numel():
         grid = (N, triton.cdiv(F, BLOCK))
-        _forward_kernel[grid](gate, up, out, F, gate.stride(0), up.stride(0), **_settings(gate, kind))
+        _forward_kernel[grid](
+            gate, up, out, F, gate.stride(0), up.stride(0), **_settings(gate, kind)
+        )
     return out
 
 
 def _backward_into(
-    dgate: torch.Tensor, dup: torch.Tensor, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
+    dgate: torch.Tensor,
+    dup: torch.Tensor,
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    kind: str,
 ) -> None:
     dy = _unit_stride(dy)
     N, F = gate.shape
     if dgate.numel():
         strides = (tensor.stride(0) for tensor in (dy, gate, up, dgate, dup))
-        _backward_kernel[(N, triton.cdiv(F, BLOCK))](dy, gate, up, dgate, dup, F, *strides, **_settings(gate, kind))
+        _backward_kernel[(N, triton.cdiv(F, BLOCK))](
+            dy, gate, up, dgate, dup, F, *strides, **_settings(gate, kind)
+        )
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:

@@ -40,7 +40,9 @@ class _GateUp(torch.autograd.Function):
         # Not the concatenated weights: until backward they would be a second copy, beside that which ZeRO-3 frees.
         ctx.save_for_backward(x, gate, up, counts, both)
         ctx.kind, ctx.choices = kind, choices
-        forward = choose("gated_activation", activation.IMPLEMENTATIONS, choices[1], both).implementation
+        forward = choose(
+            "gated_activation", activation.IMPLEMENTATIONS, choices[1], both
+        ).implementation
         hidden: torch.Tensor = forward.function("halves_forward")(both, kind)  # [M, F]
         return hidden
 
@@ -48,14 +50,18 @@ class _GateUp(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dhidden: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, gate, up, counts, both = ctx.saved_tensors
-        backward = choose("gated_activation", activation.IMPLEMENTATIONS, ctx.choices[1], both).implementation
+        backward = choose(
+            "gated_activation", activation.IMPLEMENTATIONS, ctx.choices[1], both
+        ).implementation
         dboth = backward.function("halves_backward")(dhidden, both, ctx.kind)  # [M, 2F]
         dx = dgate = dup = None
         if ctx.needs_input_grad[0]:
             weights = torch.cat((gate, up), 1).transpose(1, 2)
             dx = op.product(dboth, weights, counts, ctx.choices[0])  # [M, D]
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            dgate, dup = op.outer_product(dboth, x, counts, ctx.choices[0]).chunk(2, 1)  # [E, F, D] each
+            dgate, dup = op.outer_product(dboth, x, counts, ctx.choices[0]).chunk(
+                2, 1
+            )  # [E, F, D] each
         return dx, dgate, dup, None, None, None
 
 

@@ -18,7 +18,10 @@ from xscale_kernels.grouped_gemm.blocks import (
 
 aten = torch.ops.aten
 ACTIVATIONS: dict[
-    str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
+    str,
+    tuple[
+        Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ],
 ] = {
     "glu": (torch.sigmoid, lambda grad, gate: aten.sigmoid_backward(grad, torch.sigmoid(gate))),
     "bilinear": (lambda gate: gate, lambda grad, gate: grad),
@@ -35,7 +38,12 @@ def supports(x: torch.Tensor, gate: torch.Tensor, kind: str) -> bool:
 
 
 def _forward_directly(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, counts: torch.Tensor, kind: str
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    counts: torch.Tensor,
+    kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     act = ACTIVATIONS[kind][0]
     g, u = x.new_empty(x.shape[0], gate.shape[1]), x.new_empty(x.shape[0], gate.shape[1])  # [M, F]
@@ -91,7 +99,12 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *_: Any
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *_: Any,
 ) -> tuple[torch.Tensor, ...]:
     return empty_contiguous_like(x, gate, up, down)
 
@@ -124,7 +137,12 @@ def _backward_flops(dy_shape: Any, x_shape: Any, gate_shape: Any, *_: object, **
 
 
 def grouped_gated(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, counts: torch.Tensor, kind: str
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    counts: torch.Tensor,
+    kind: str,
 ) -> torch.Tensor:
     """(activation(x_e gate_e^T) * x_e up_e^T) down_e^T for each group e of rows, if `supports` allows it.
 

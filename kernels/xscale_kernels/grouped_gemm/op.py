@@ -13,10 +13,14 @@ from xscale_kernels import refusals
 from xscale_kernels.select import Implementation, choose
 
 
-def reference_grouped_gemm(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def reference_grouped_gemm(
+    x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
     """y = x_e @ weights[e]^T for each group e of consecutive rows. Shapes as in `grouped_gemm`."""
     groups = torch.split(x, counts.tolist())
-    return torch.cat([F.linear(rows, weight) for rows, weight in zip(groups, weights, strict=True)])  # [M, F]
+    return torch.cat(
+        [F.linear(rows, weight) for rows, weight in zip(groups, weights, strict=True)]
+    )  # [M, F]
 
 
 def reference_forward(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -57,7 +61,9 @@ IMPLEMENTATIONS = (
 
 
 @torch.library.custom_op("xscale::grouped_gemm", mutates_args=())
-def product(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
+def product(
+    x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, implementation: str
+) -> torch.Tensor:
     """`grouped_gemm` without its checks."""
     choice = choose("grouped_gemm", IMPLEMENTATIONS, implementation, x, weights, counts)
     out: torch.Tensor = choice.implementation.function("forward")(x, weights, counts)
@@ -65,14 +71,20 @@ def product(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, implem
 
 
 @product.register_fake
-def _(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
+def _(
+    x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, implementation: str
+) -> torch.Tensor:
     return x.new_empty(x.shape[0], weights.shape[1])
 
 
 @torch.library.custom_op("xscale::grouped_gemm_outer", mutates_args=())
-def outer_product(dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor, implementation: str) -> torch.Tensor:
+def outer_product(
+    dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor, implementation: str
+) -> torch.Tensor:
     """`reference_outer` by the implementation chosen."""
-    choice = choose("grouped_gemm (weights' gradient)", IMPLEMENTATIONS, implementation, dy, x, counts)
+    choice = choose(
+        "grouped_gemm (weights' gradient)", IMPLEMENTATIONS, implementation, dy, x, counts
+    )
     out: torch.Tensor = choice.implementation.function("outer")(dy, x, counts)
     return out
 
@@ -87,7 +99,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(x, weights, counts)
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+def _backward(
+    ctx: Any, dy: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
     x, weights, counts = ctx.saved_tensors
     dy = dy.contiguous()
     dx = dw = None
@@ -130,11 +144,17 @@ def grouped_gemm(
     if not isinstance(counts, torch.Tensor):
         counts = torch.tensor(counts, dtype=torch.int64)
     if x.dim() != 2 or weights.dim() != 3 or x.shape[1] != weights.shape[2]:
-        raise ValueError(f"grouped_gemm takes x [M, D] and weights [E, F, D], got {[*x.shape]} and {[*weights.shape]}")
+        raise ValueError(
+            f"grouped_gemm takes x [M, D] and weights [E, F, D], got {[*x.shape]} and {[*weights.shape]}"
+        )
     if counts.shape != weights.shape[:1]:
-        raise ValueError(f"grouped_gemm takes one count a group: [{weights.shape[0]}], got {[*counts.shape]}")
+        raise ValueError(
+            f"grouped_gemm takes one count a group: [{weights.shape[0]}], got {[*counts.shape]}"
+        )
     if x.dtype != weights.dtype:
-        raise ValueError(f"x and weights must have one dtype, got {x.dtype} and {weights.dtype}; cast one of them")
+        raise ValueError(
+            f"x and weights must have one dtype, got {x.dtype} and {weights.dtype}; cast one of them"
+        )
     counts = counts.to(x.device, non_blocking=True)
     out: torch.Tensor = product(x, weights, counts, implementation or "")
     return out

@@ -32,16 +32,26 @@ class Activation(NamedTuple):
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(
-        torch.relu_, lambda grad, out: aten.threshold_backward.grad_input(grad, out, 0, grad_input=grad), keeps=True
+        torch.relu_,
+        lambda grad, out: aten.threshold_backward.grad_input(grad, out, 0, grad_input=grad),
+        keeps=True,
     ),
-    "gelu": Activation(aten.gelu, lambda grad, hidden: aten.gelu_backward.grad_input(grad, hidden, grad_input=grad)),
+    "gelu": Activation(
+        aten.gelu, lambda grad, hidden: aten.gelu_backward.grad_input(grad, hidden, grad_input=grad)
+    ),
     "gelu_tanh": Activation(
         lambda hidden: aten.gelu(hidden, approximate="tanh"),
-        lambda grad, hidden: aten.gelu_backward.grad_input(grad, hidden, approximate="tanh", grad_input=grad),
+        lambda grad, hidden: aten.gelu_backward.grad_input(
+            grad, hidden, approximate="tanh", grad_input=grad
+        ),
     ),
-    "swish": Activation(aten.silu, lambda grad, hidden: aten.silu_backward.grad_input(grad, hidden, grad_input=grad)),
+    "swish": Activation(
+        aten.silu, lambda grad, hidden: aten.silu_backward.grad_input(grad, hidden, grad_input=grad)
+    ),
     "sigmoid": Activation(
-        torch.sigmoid_, lambda grad, out: aten.sigmoid_backward.grad_input(grad, out, grad_input=grad), keeps=True
+        torch.sigmoid_,
+        lambda grad, out: aten.sigmoid_backward.grad_input(grad, out, grad_input=grad),
+        keeps=True,
     ),
     "identity": Activation(lambda hidden: hidden, lambda grad, out: grad, keeps=True),
 }
@@ -151,7 +161,9 @@ def _gradients(ctx: Any, dy: torch.Tensor | None, *_: object) -> tuple[torch.Ten
     if dy is None:
         return (None,) * 7
     x, up, down, kept, counts = ctx.saved_tensors
-    dx, dup, ddown, *biases = _backward(dy.contiguous(), x, up, down, kept, counts, ctx.kind, ctx.biased)
+    dx, dup, ddown, *biases = _backward(
+        dy.contiguous(), x, up, down, kept, counts, ctx.kind, ctx.biased
+    )
     return (dx, dup, ddown, *(biases if ctx.biased else (None, None)), None, None)
 
 

@@ -41,7 +41,9 @@ def _product_kernel(
             x_at += BD * sxd
             w_at += BD * swd
         out_at = y + rows[:, None] * F + columns[None, :]
-        tl.store(out_at, total.to(y.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+        tl.store(
+            out_at, total.to(y.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :]
+        )
 
 
 @triton.jit
@@ -61,10 +63,14 @@ def _outer_kernel(
         rows = start + tl.arange(0, BM)
         row_mask = rows < last
         left = tl.load(
-            dy + rows[None, :] * sym + columns[:, None] * syf, mask=column_mask[:, None] & row_mask[None, :], other=0.0
+            dy + rows[None, :] * sym + columns[:, None] * syf,
+            mask=column_mask[:, None] & row_mask[None, :],
+            other=0.0,
         )
         right = tl.load(
-            x + rows[:, None] * sxm + depth[None, :] * sxd, mask=row_mask[:, None] & depth_mask[None, :], other=0.0
+            x + rows[:, None] * sxm + depth[None, :] * sxd,
+            mask=row_mask[:, None] & depth_mask[None, :],
+            other=0.0,
         )
         total += tl.dot(left, right, input_precision=PRECISION, out_dtype=ACC)
     out_at = dw + group * F * D + columns[:, None] * D + depth[None, :]
@@ -81,7 +87,9 @@ def _blocks(rows: int, groups: int) -> Blocks:
     return (128, 128, 64) if rows >= 96 * max(groups, 1) else (64, 128, 64)
 
 
-def forward(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, blocks: Blocks | None = None) -> torch.Tensor:
+def forward(
+    x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, blocks: Blocks | None = None
+) -> torch.Tensor:
     """Triton `reference_forward`. blocks: tile sizes over (M, F, D), powers of two of at least 16."""
     (M, D), (E, F) = x.shape, weights.shape[:2]
     y = x.new_empty(M, F)
@@ -102,7 +110,9 @@ def forward(x: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, blocks
     return y
 
 
-def outer(dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor, blocks: Blocks | None = None) -> torch.Tensor:
+def outer(
+    dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor, blocks: Blocks | None = None
+) -> torch.Tensor:
     """Triton `reference_outer`. blocks: tile sizes over (M, F, D)."""
     E, F, D = counts.shape[0], dy.shape[1], x.shape[1]
     dw = x.new_empty(E, F, D)

@@ -13,10 +13,15 @@ from xscale_kernels.layernorm.op import IMPLEMENTATIONS, layernorm, reference_la
 def draw(pick: Pick) -> Example:
     """Rows of any width, sometimes no row, with weight and bias, with a weight, with neither."""
     # A row of one element has variance 0: its result is the bias, and rounding decides the sign of the gradient.
-    lead, D = pick.choice((0,), (1,), (pick.integer(2, 9),), (2, pick.integer(1, 5))), pick.integer(4, 70)
+    lead, D = (
+        pick.choice((0,), (1,), (pick.integer(2, 9),), (2, pick.integer(1, 5))),
+        pick.integer(4, 70),
+    )
     x, weight, bias = pick.normal(*lead, D), pick.normal(D), pick.normal(D)
     return Example(
-        run=lambda x, w=None, b=None, implementation=None: layernorm(x, w, b, 1e-5, implementation=implementation),
+        run=lambda x, w=None, b=None, implementation=None: layernorm(
+            x, w, b, 1e-5, implementation=implementation
+        ),
         exact=lambda x, w=None, b=None: reference_layernorm(x, w, b, 1e-5),
         tensors=pick.choice((x, weight, bias), (x, weight), (x,)),
     )
@@ -38,4 +43,6 @@ def cases(device: str) -> Iterator[Case]:
             IMPLEMENTATIONS,
             (x, w, b),
         )
-        yield Case(f"{N} x {D} {dtype}", ways, bytes=5.0 * x.numel() * x.element_size(), at={"width": D})
+        yield Case(
+            f"{N} x {D} {dtype}", ways, bytes=5.0 * x.numel() * x.element_size(), at={"width": D}
+        )

@@ -17,7 +17,9 @@ def torch_layernorm(
     dtype = wide(x.dtype) if x.is_cpu else x.dtype
     if weight is None and dtype != x.dtype:
         weight = torch.ones(x.shape[-1:], dtype=dtype)
-    weight, bias = (None if parameter is None else parameter.to(dtype) for parameter in (weight, bias))
+    weight, bias = (
+        None if parameter is None else parameter.to(dtype) for parameter in (weight, bias)
+    )
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -31,7 +33,9 @@ def liger_layernorm(
     return out
 
 
-def apex_layernorm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def apex_layernorm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
     """Compute `reference_layernorm` by NVIDIA apex's fused LayerNorm."""
     from apex.normalization import fused_layer_norm as apex
 

@@ -25,18 +25,30 @@ def reference_layernorm(
 
 
 def _triton(x: torch.Tensor, *_: object) -> str | None:
-    return refusals.unless_triton(x) or (None if x.shape[-1] <= 65536 else "rows are wider than 65536")
+    return refusals.unless_triton(x) or (
+        None if x.shape[-1] <= 65536 else "rows are wider than 65536"
+    )
 
 
-def _liger(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *_: object) -> str | None:
+def _liger(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *_: object
+) -> str | None:
     if weight is None or bias is None:
         return "liger needs both weight and bias"
-    return refusals.unless_liger(x) or (None if x.shape[-1] <= 65536 else "rows are wider than 65536")
+    return refusals.unless_liger(x) or (
+        None if x.shape[-1] <= 65536 else "rows are wider than 65536"
+    )
 
 
-def _apex(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *_: object) -> str | None:
+def _apex(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *_: object
+) -> str | None:
     reason = refusals.unless_apex("fused_layer_norm_cuda", x)
-    return reason or (None if (weight is None) == (bias is None) else "apex needs both weight and bias, or neither")
+    return reason or (
+        None
+        if (weight is None) == (bias is None)
+        else "apex needs both weight and bias, or neither"
+    )
 
 
 _HERE = "xscale_kernels.layernorm"
@@ -64,8 +76,12 @@ def layernorm(
 
     Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
     """
-    if any(parameter is not None and parameter.shape != x.shape[-1:] for parameter in (weight, bias)):
-        raise ValueError(f"layernorm takes a weight and a bias of the last axis's size {x.shape[-1]}")
+    if any(
+        parameter is not None and parameter.shape != x.shape[-1:] for parameter in (weight, bias)
+    ):
+        raise ValueError(
+            f"layernorm takes a weight and a bias of the last axis's size {x.shape[-1]}"
+        )
     if use_reference(implementation):
         return reference_layernorm(x, weight, bias, eps)
     if is_small_call(implementation, x):

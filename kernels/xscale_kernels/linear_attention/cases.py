@@ -9,16 +9,26 @@ import torch
 import torch.nn.functional as F
 
 from xscale_kernels.cases import Case, Example, ForwardBackward, Pick, forward_backward
-from xscale_kernels.linear_attention.op import IMPLEMENTATIONS, linear_attention, reference_linear_attention
+from xscale_kernels.linear_attention.op import (
+    IMPLEMENTATIONS,
+    linear_attention,
+    reference_linear_attention,
+)
 
 
 def draw(pick: Pick) -> Example:
     """With and without decay, initial state and documents; chunks that do not divide the length."""
-    B, H, T = pick.integer(1, 2), pick.integer(1, 3), pick.choice(1, pick.integer(2, 20), pick.integer(30, 40))
+    B, H, T = (
+        pick.integer(1, 2),
+        pick.integer(1, 3),
+        pick.choice(1, pick.integer(2, 20), pick.integer(30, 40)),
+    )
     K, M = pick.integer(1, 20), pick.integer(1, 20)
     gated, stated, packed = (pick.choice(False, True) for _ in range(3))
 
-    def split(function: Callable[..., Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(
+        function: Callable[..., Any], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = tensors[:3]
         # A list: torch.compile of torch 2.11 takes what a star collects for a tuple.
         optional_inputs = list(tensors[3:])
@@ -31,8 +41,13 @@ def draw(pick: Pick) -> Example:
         )  # fmt: skip
         return outputs
 
-    def run(*tensors: torch.Tensor, implementation: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        return split(lambda *a, **b: linear_attention(*a, **b, chunk=16, implementation=implementation), *tensors)
+    def run(
+        *tensors: torch.Tensor, implementation: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return split(
+            lambda *a, **b: linear_attention(*a, **b, chunk=16, implementation=implementation),
+            *tensors,
+        )
 
     tensors = [pick.normal(B, H, T, K), pick.normal(B, H, T, K), pick.normal(B, H, T, M)]
     tensors += [pick.normal(B, H, T)] if gated else []
@@ -50,7 +65,9 @@ def draw(pick: Pick) -> Example:
 TESTS = ("test_linear_attention",)
 
 
-SAYS = dict.fromkeys(("eager", "sdpa"), "torch's fused causal softmax attention, which linear attention replaces")
+SAYS = dict.fromkeys(
+    ("eager", "sdpa"), "torch's fused causal softmax attention, which linear attention replaces"
+)
 
 
 def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -62,9 +79,14 @@ def cases(device: str) -> Iterator[Case]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     B, H, K = (4, 32, 64) if device == "cuda" else (1, 4, 64)
     for T in (4096, 16384, 65536) if device == "cuda" else (512, 2048, 4096):
-        qkv = tuple(torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        qkv = tuple(
+            torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
         ways = forward_backward(
-            lambda q, k, v, implementation: linear_attention(q, k, v, implementation=implementation)[0],
+            lambda q, k, v, implementation: linear_attention(
+                q, k, v, implementation=implementation
+            )[0],
             _softmax,
             IMPLEMENTATIONS,
             qkv,
@@ -72,4 +94,6 @@ def cases(device: str) -> Iterator[Case]:
         ways["sdpa"] = ForwardBackward(_softmax, qkv)
         # One scan forward and three for the gradients, each of 4 K^2 plus the products inside chunks.
         flops = 4.0 * B * H * T * (4 * K * K + 4 * 64 * K)
-        yield Case(f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops, at={"length": T}, says=SAYS)
+        yield Case(
+            f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops, at={"length": T}, says=SAYS
+        )

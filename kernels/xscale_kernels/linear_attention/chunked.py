@@ -81,7 +81,11 @@ def scan(
     q, k, v = (tensor.reshape(B * H, T, tensor.shape[3]) for tensor in (q, k, v))
     gates = None if log_decay is None else log_decay.reshape(B * H, T).to(compute)
     places = None if documents is None else documents.repeat_interleave(H, 0)  # [B * H, T]
-    carry = q.new_zeros(B * H, K, M, dtype=compute) if state is None else state.reshape(B * H, K, M).to(compute)
+    carry = (
+        q.new_zeros(B * H, K, M, dtype=compute)
+        if state is None
+        else state.reshape(B * H, K, M).to(compute)
+    )
     result, starts = out.view(B * H, T, M), range(0, T, chunk)
     for start in reversed(starts) if reverse else starts:
         span = slice(start, min(start + chunk, T))

@@ -25,7 +25,9 @@ def fla_scan(
     if reverse:
         if log_decay is not None:
             # In reverse, the state decays by the next token's gate; the last token has none.
-            log_decay = torch.cat((log_decay[..., 1:], torch.zeros_like(log_decay[..., :1])), -1).flip(2)
+            log_decay = torch.cat(
+                (log_decay[..., 1:], torch.zeros_like(log_decay[..., :1])), -1
+            ).flip(2)
         q, k, v = (x.flip(2) for x in (q, k, v))
     # Its tensors are [B, T, H, K], its gates [B, T, H] logarithms, and its states [B, H, K, M] in float32.
     out, last = chunk_simple_gla(

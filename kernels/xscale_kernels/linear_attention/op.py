@@ -40,7 +40,9 @@ def reference_linear_attention(
 Tensor = torch.Tensor
 
 
-def _fla(q: Tensor, v: Tensor, log_decay: Tensor | None, documents: Tensor | None, chunk: int) -> str | None:
+def _fla(
+    q: Tensor, v: Tensor, log_decay: Tensor | None, documents: Tensor | None, chunk: int
+) -> str | None:
     if q.dtype is torch.float64 or v.dtype is not q.dtype:
         return "fla needs one dtype for queries and values, and it is not float64"
     if q.dtype is torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
@@ -57,7 +59,9 @@ def _fla(q: Tensor, v: Tensor, log_decay: Tensor | None, documents: Tensor | Non
     return refusals.unless_library(q, "fla", (8, 0))
 
 
-def _triton(q: Tensor, v: Tensor, log_decay: Tensor | None, documents: Tensor | None, chunk: int) -> str | None:
+def _triton(
+    q: Tensor, v: Tensor, log_decay: Tensor | None, documents: Tensor | None, chunk: int
+) -> str | None:
     reason = refusals.unless_triton(q)
     if reason is None and q.shape[3] > 256:
         return "keys are wider than 256"
@@ -87,7 +91,9 @@ def _scan(
     chunk: int,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    chosen = choose("linear_attention", IMPLEMENTATIONS, implementation, q, v, log_decay, documents, chunk)
+    chosen = choose(
+        "linear_attention", IMPLEMENTATIONS, implementation, q, v, log_decay, documents, chunk
+    )
     scan = chosen.implementation.function("scan")
     out: tuple[Tensor, Tensor] = scan(q, k, v, log_decay, documents, state, reverse, chunk)
     return out
@@ -95,12 +101,16 @@ def _scan(
 
 @_scan.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), q.new_empty(*q.shape[:2], q.shape[3], v.shape[3], dtype=wide(q.dtype))
+    return v.new_empty(v.shape), q.new_empty(
+        *q.shape[:2], q.shape[3], v.shape[3], dtype=wide(q.dtype)
+    )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, log_decay, documents, state, ctx.reverse, ctx.chunk, ctx.implementation = inputs
-    ctx.save_for_backward(q, k, v, log_decay, documents, state, output[1] if log_decay is not None else None)
+    ctx.save_for_backward(
+        q, k, v, log_decay, documents, state, output[1] if log_decay is not None else None
+    )
 
 
 def _backward(ctx: Any, dout: Tensor, dlast: Tensor) -> tuple[Any, ...]:
@@ -119,7 +129,9 @@ def _backward(ctx: Any, dout: Tensor, dlast: Tensor) -> tuple[Any, ...]:
     dv, dfirst = _scan(k, q, dout, log_decay, documents, dlast, True, *settings)
     dgate = dstate = None
     if log_decay is not None:
-        contribution = (q.to(dlast.dtype) * dq).sum(-1) - (k.to(dlast.dtype) * dk).sum(-1)  # [B, H, T]
+        contribution = (q.to(dlast.dtype) * dq).sum(-1) - (k.to(dlast.dtype) * dk).sum(
+            -1
+        )  # [B, H, T]
         contribution[..., -1] += (dlast * last).sum((-1, -2))
         dgate = contribution.flip(-1).cumsum(-1).flip(-1).to(log_decay.dtype)
         dfirst = dfirst * log_decay[..., 0, None, None].exp()
@@ -133,7 +145,16 @@ _scan.register_autograd(_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.xscale.linear_attention)
 def _flops(
-    q: Any, k: Any, v: Any, gate: Any, documents: Any, state: Any, reverse: bool, chunk: int, *_: Any, **__: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    gate: Any,
+    documents: Any,
+    state: Any,
+    reverse: bool,
+    chunk: int,
+    *_: Any,
+    **__: Any,
 ) -> int:
     B, H, T, K = q
     return int(B * H * T * (2 * chunk * (K + v[3]) + 4 * K * v[3]))
@@ -167,15 +188,21 @@ def linear_attention(
     if log_decay is not None and log_decay.shape != q.shape[:3]:
         raise ValueError(f"log_decay is [B, H, T] = {[*q.shape[:3]]}, got {[*log_decay.shape]}")
     if documents is not None and documents.shape != (q.shape[0], q.shape[2]):
-        raise ValueError(f"documents are [B, T] = {[q.shape[0], q.shape[2]]}, got {[*documents.shape]}")
+        raise ValueError(
+            f"documents are [B, T] = {[q.shape[0], q.shape[2]]}, got {[*documents.shape]}"
+        )
     if implementation == "reference" or q.shape[2] == 0:
         return reference_linear_attention(q, k, v, log_decay, documents, state)
     eager = implementation in (None, "", "fla") and not torch.compiler.is_compiling()
     if eager and _fla(q, v, log_decay, documents, chunk) is None:
         # Outside of the torch.library operator autograd takes fla's own backward, in place of three more scans.
-        chosen = choose("linear_attention", IMPLEMENTATIONS, implementation, q, v, log_decay, documents, chunk)
+        chosen = choose(
+            "linear_attention", IMPLEMENTATIONS, implementation, q, v, log_decay, documents, chunk
+        )
         scan = chosen.implementation.function("scan")
         result: tuple[Tensor, Tensor] = scan(q, k, v, log_decay, documents, state, False, chunk)
         return result
-    out: tuple[Tensor, Tensor] = _scan(q, k, v, log_decay, documents, state, False, chunk, implementation or "")
+    out: tuple[Tensor, Tensor] = _scan(
+        q, k, v, log_decay, documents, state, False, chunk, implementation or ""
+    )
     return out

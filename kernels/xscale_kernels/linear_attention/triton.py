@@ -47,7 +47,9 @@ def _chunk_kernel(
     width = tl.arange(0, BK)
     out_width = tl.program_id(1) * BM + tl.arange(0, BM)
     offset = tl.arange(0, BL)
-    state_at = (line * tl.num_programs(2) + segment) * K * M + width[:, None] * M + out_width[None, :]
+    state_at = (
+        (line * tl.num_programs(2) + segment) * K * M + width[:, None] * M + out_width[None, :]
+    )
     state_mask = (width < K)[:, None] & (out_width < M)[None, :]
     state = tl.zeros((BK, BM), dtype=ACC)
     if STATE:
@@ -56,7 +58,9 @@ def _chunk_kernel(
     documents += batch * T
     for start in range(segment * length, tl.minimum((segment + 1) * length, T), BL):
         right = _rows(k, skb, skh, skt, skk, batch, head, start, T, width, K, REVERSE, BL, EVEN_K)
-        value = _rows(v, svb, svh, svt, svm, batch, head, start, T, out_width, M, REVERSE, BL, EVEN_M)
+        value = _rows(
+            v, svb, svh, svt, svm, batch, head, start, T, out_width, M, REVERSE, BL, EVEN_M
+        )
         step = start + offset
         token = T - 1 - step if REVERSE else step
         lead = tl.full((BL,), 1.0, dtype=ACC)
@@ -66,7 +70,9 @@ def _chunk_kernel(
         if GATED:
             # In reverse, the state decays by the next token's gate; the last token has none.
             source = token + 1 if REVERSE else token
-            gate = tl.load(gates + line * T + source, mask=(step < T) & (source < T), other=0.0).to(ACC)
+            gate = tl.load(gates + line * T + source, mask=(step < T) & (source < T), other=0.0).to(
+                ACC
+            )
             sums = tl.cumsum(gate, 0)
             decay = tl.sum(gate, 0)
             lead *= tl.exp(sums)
@@ -83,7 +89,9 @@ def _chunk_kernel(
             keep = tl.where(document == final_document, keep, 0.0)
             fade = tl.where(final_document == state_document, fade, 0.0)
         if OUTPUTS:
-            left = _rows(q, sqb, sqh, sqt, sqk, batch, head, start, T, width, K, REVERSE, BL, EVEN_K)
+            left = _rows(
+                q, sqb, sqh, sqt, sqk, batch, head, start, T, width, K, REVERSE, BL, EVEN_K
+            )
             score = tl.dot(left, tl.trans(right), input_precision=PRECISION, out_dtype=ACC)
             seen = offset[:, None] >= offset[None, :]
             if DOCUMENTS:
@@ -95,9 +103,15 @@ def _chunk_kernel(
             decayed = left
             if GATED or DOCUMENTS:
                 decayed = (left.to(ACC) * lead[:, None]).to(left.dtype)
-            result += tl.dot(decayed, state.to(left.dtype), input_precision=PRECISION, out_dtype=ACC)
+            result += tl.dot(
+                decayed, state.to(left.dtype), input_precision=PRECISION, out_dtype=ACC
+            )
             out_at = out + (line * T + token[:, None]) * M + out_width[None, :]
-            tl.store(out_at, result.to(out.dtype.element_ty), mask=(step < T)[:, None] & (out_width < M)[None, :])
+            tl.store(
+                out_at,
+                result.to(out.dtype.element_ty),
+                mask=(step < T)[:, None] & (out_width < M)[None, :],
+            )
         if GATED or DOCUMENTS:
             right = (right.to(ACC) * keep[:, None]).to(right.dtype)
             state *= fade[:, None]
@@ -109,7 +123,17 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _carry_kernel(states, fades, first, last, segments, size, STATE: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr):
+def _carry_kernel(
+    states,
+    fades,
+    first,
+    last,
+    segments,
+    size,
+    STATE: tl.constexpr,
+    ACC: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Replace each segment's own state by the state before it; `last` is the state after all."""
     line = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -150,7 +174,11 @@ def scan(
     out, last = v.new_empty(B, H, T, M), q.new_empty(B, H, K, M, dtype=compute)
     if not last.numel():
         return out, last
-    BL, BK, BM = max(16, chunk), max(16, triton.next_power_of_2(K)), min(64, max(16, triton.next_power_of_2(M)))
+    BL, BK, BM = (
+        max(16, chunk),
+        max(16, triton.next_power_of_2(K)),
+        min(64, max(16, triton.next_power_of_2(M))),
+    )
     tiles = triton.cdiv(M, BM)
     segments = segments or _segments(q, T, BL, B * H * tiles)
     length = triton.cdiv(triton.cdiv(T, segments), BL) * BL
@@ -162,7 +190,10 @@ def scan(
     arguments = (
         *q.stride(), *k.stride(), *v.stride(), H, T, K, M, length,
     )  # fmt: skip
-    tensors = (q if log_decay is None else log_decay.contiguous(), q if documents is None else documents.contiguous())
+    tensors = (
+        q if log_decay is None else log_decay.contiguous(),
+        q if documents is None else documents.contiguous(),
+    )
     settings = {
         "REVERSE": reverse, "GATED": log_decay is not None, "DOCUMENTS": documents is not None,
         "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee", "ACC": acc, "BL": BL, "BK": BK,
@@ -179,13 +210,37 @@ def scan(
         )  # fmt: skip
         return out, last
     _chunk_kernel[grid](
-        q, k, v, out, *tensors, states, fades, states, *arguments, STATE=False, OUTPUTS=False, LAST=True, **settings
+        q,
+        k,
+        v,
+        out,
+        *tensors,
+        states,
+        fades,
+        states,
+        *arguments,
+        STATE=False,
+        OUTPUTS=False,
+        LAST=True,
+        **settings,
     )
     _carry_kernel[(B * H, triton.cdiv(K * M, 1024))](
         states, fades, last if first is None else first, last, segments, K * M, STATE=first is not None, ACC=acc,
         BN=1024,
     )  # fmt: skip
     _chunk_kernel[grid](
-        q, k, v, out, *tensors, states, fades, states, *arguments, STATE=True, OUTPUTS=True, LAST=False, **settings
+        q,
+        k,
+        v,
+        out,
+        *tensors,
+        states,
+        fades,
+        states,
+        *arguments,
+        STATE=True,
+        OUTPUTS=True,
+        LAST=False,
+        **settings,
     )
     return out, last

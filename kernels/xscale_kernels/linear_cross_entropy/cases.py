@@ -11,7 +11,11 @@ import torch.nn.functional as F
 
 from xscale_kernels.cases import Case, Example, ForwardBackward, Pick, forward_backward
 from xscale_kernels.cross_entropy.cases import targets_of, terms_of
-from xscale_kernels.linear_cross_entropy.op import IMPLEMENTATIONS, linear_cross_entropy, reference_linear_cross_entropy
+from xscale_kernels.linear_cross_entropy.op import (
+    IMPLEMENTATIONS,
+    linear_cross_entropy,
+    reference_linear_cross_entropy,
+)
 
 
 def draw(pick: Pick) -> Example:
@@ -37,7 +41,9 @@ def draw(pick: Pick) -> Example:
             implementation=implementation, **settings,
         )  # fmt: skip
 
-    def exact(hidden: torch.Tensor, weight: torch.Tensor, *bias_and_targets: torch.Tensor) -> torch.Tensor:
+    def exact(
+        hidden: torch.Tensor, weight: torch.Tensor, *bias_and_targets: torch.Tensor
+    ) -> torch.Tensor:
         bias = bias_and_targets[0] if len(bias_and_targets) == 2 else None
         losses = reference_linear_cross_entropy(hidden, weight, bias, bias_and_targets[-1], terms)
         return losses if reduction == "none" else losses.sum()
@@ -71,13 +77,19 @@ def cases(device: str) -> Iterator[Case]:
         targets = torch.randint(0, V, (N,), device=device)
         inputs = (hidden, weight, targets)
         ways = forward_backward(
-            lambda h, w, t, implementation: linear_cross_entropy(h, w, t, implementation=implementation),
+            lambda h, w, t, implementation: linear_cross_entropy(
+                h, w, t, implementation=implementation
+            ),
             _plain,
             IMPLEMENTATIONS,
             inputs,
         )
-        ways["none"] = ForwardBackward(lambda h, w, t: linear_cross_entropy(h, w, t, reduction="none"), inputs)
+        ways["none"] = ForwardBackward(
+            lambda h, w, t: linear_cross_entropy(h, w, t, reduction="none"), inputs
+        )
         for chunk in (512, 2048, 4096) if device == "cuda" else ():
             # Fewer tokens make smaller products, more take more memory.
-            ways[f"chunk {chunk}"] = ForwardBackward(partial(linear_cross_entropy, chunk=chunk), inputs)
+            ways[f"chunk {chunk}"] = ForwardBackward(
+                partial(linear_cross_entropy, chunk=chunk), inputs
+            )
         yield Case(f"N={N} V={V} D={D} {dtype}", ways, flops=6.0 * N * V * D, at={"vocabulary": V})

@@ -29,7 +29,11 @@ SLAB_BYTES = 2**28
 
 def compute_dtype(weight: torch.Tensor) -> torch.dtype:
     """Dtype of the products. On CPU half precision is slower than float32 and rounds the logits: all is in float32."""
-    return torch.promote_types(weight.dtype, torch.float32) if weight.device.type == "cpu" else weight.dtype
+    return (
+        torch.promote_types(weight.dtype, torch.float32)
+        if weight.device.type == "cpu"
+        else weight.dtype
+    )
 
 
 class ChunkedProjection:
@@ -45,7 +49,9 @@ class ChunkedProjection:
         self.compute = compute_dtype(weight)
         self.weight = weight.to(self.compute)
         self.bias = None if bias is None else bias.to(self.compute)
-        self.block: torch.Tensor | None = weight.new_empty(chunk, weight.shape[0], dtype=self.compute)  # [chunk, V]
+        self.block: torch.Tensor | None = weight.new_empty(
+            chunk, weight.shape[0], dtype=self.compute
+        )  # [chunk, V]
         self.dweight: list[torch.Tensor] = []
         self.dbias: torch.Tensor | None = None
 
@@ -59,7 +65,9 @@ class ChunkedProjection:
             torch.addmm(self.bias, rows, self.weight.t(), out=block)
         return block
 
-    def back(self, dlogits: torch.Tensor, rows: torch.Tensor, drows: torch.Tensor, only: bool) -> None:
+    def back(
+        self, dlogits: torch.Tensor, rows: torch.Tensor, drows: torch.Tensor, only: bool
+    ) -> None:
         """Write the rows' gradient to drows; accumulate the weight's and the bias's. only: there is no other chunk."""
         narrow = dlogits.to(self.compute)
         if drows.dtype == self.compute:
@@ -81,15 +89,21 @@ class ChunkedProjection:
         slabs = torch.split(dlogits, max(1, SLAB_BYTES // (4 * rows.shape[1])), dim=1)
         beta = 1.0 if self.dweight else 0.0
         if not self.dweight:
-            self.dweight = [rows.new_empty(slab.shape[1], rows.shape[1], dtype=self.wide) for slab in slabs]
+            self.dweight = [
+                rows.new_empty(slab.shape[1], rows.shape[1], dtype=self.wide) for slab in slabs
+            ]
         for total, slab in zip(self.dweight, slabs, strict=True):
             torch_private.accumulate_product_(total, slab.t(), rows, beta)
 
-    def gradients(self, drows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Gradients:
+    def gradients(
+        self, drows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Gradients:
         """Return the accumulated gradients in their inputs' dtypes; the projection cannot be used afterwards."""
         self.block = None
         if not self.dweight:
-            return Gradients(drows, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias))
+            return Gradients(
+                drows, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
+            )
         dbias = None if bias is None or self.dbias is None else self.dbias.to(bias.dtype)
         slabs = self.dweight
         for at, slab in enumerate(slabs):
@@ -116,7 +130,9 @@ Turn = Callable[[torch.Tensor, slice], torch.Tensor | None]
 """(logits [chunk, V], tokens) -> the gradient of the logits, possibly in place; None if none is needed."""
 
 
-def sweep(projection: ChunkedProjection, hidden: torch.Tensor, chunk: int, turn: Turn) -> torch.Tensor:
+def sweep(
+    projection: ChunkedProjection, hidden: torch.Tensor, chunk: int, turn: Turn
+) -> torch.Tensor:
     """Compute each chunk's logits, turn them into gradients and backpropagate at once. Returns hidden's gradient.
 
     The implementations differ in `turn` alone.
@@ -132,7 +148,11 @@ def sweep(projection: ChunkedProjection, hidden: torch.Tensor, chunk: int, turn:
 
 def placed(values: torch.Tensor, kept: torch.Tensor | None, N: int) -> torch.Tensor:
     """Scatter rows to the tokens `kept`, zeros elsewhere."""
-    return values if kept is None else values.new_zeros(N, *values.shape[1:]).index_copy_(0, kept, values)
+    return (
+        values
+        if kept is None
+        else values.new_zeros(N, *values.shape[1:]).index_copy_(0, kept, values)
+    )
 
 
 def forward(

@@ -14,7 +14,11 @@ from xscale_kernels.select import Implementation, choose
 
 
 def reference_linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, terms: LossTerms
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    terms: LossTerms,
 ) -> torch.Tensor:
     """Each token's loss [N], in float32 at least. Shapes as in `linear_cross_entropy`."""
     return reference_cross_entropy(F.linear(hidden, weight, bias), targets, terms)
@@ -55,20 +59,30 @@ def _forward(
     label_smoothing: float,
     implementation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    chosen = choose("linear_cross_entropy", IMPLEMENTATIONS, implementation, hidden, weight).implementation.function(
-        "forward"
-    )
+    chosen = choose(
+        "linear_cross_entropy", IMPLEMENTATIONS, implementation, hidden, weight
+    ).implementation.function("forward")
     terms = LossTerms(ignore_index, softcap, z_loss, label_smoothing)
     scale = token_weights
     if at_once and scale is None:
         scale = hidden.new_ones(hidden.shape[0], dtype=_wide(hidden))
-    loss, lse, gradients = chosen(hidden, weight, bias, targets, scale if at_once else None, terms, chunk)
+    loss, lse, gradients = chosen(
+        hidden, weight, bias, targets, scale if at_once else None, terms, chunk
+    )
     if summed:
-        loss = loss.sum() if token_weights is None else torch.dot(loss, token_weights.to(loss.dtype))
+        loss = (
+            loss.sum() if token_weights is None else torch.dot(loss, token_weights.to(loss.dtype))
+        )
     nothing = [hidden.new_empty(0) for _ in range(3)]
     if gradients is None:
         return loss, lse, *nothing
-    return loss, lse, gradients.hidden, gradients.weight, nothing[0] if gradients.bias is None else gradients.bias
+    return (
+        loss,
+        lse,
+        gradients.hidden,
+        gradients.weight,
+        nothing[0] if gradients.bias is None else gradients.bias,
+    )
 
 
 @_forward.register_fake
@@ -106,10 +120,18 @@ def _backward_op(
     label_smoothing: float,
     implementation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    chosen = choose("linear_cross_entropy (backward)", IMPLEMENTATIONS, implementation, hidden, weight)
+    chosen = choose(
+        "linear_cross_entropy (backward)", IMPLEMENTATIONS, implementation, hidden, weight
+    )
     terms = LossTerms(ignore_index, softcap, z_loss, label_smoothing)
-    gradients = chosen.implementation.function("backward")(hidden, weight, bias, targets, lse, seed, terms, chunk)
-    return gradients.hidden, gradients.weight, hidden.new_empty(0) if gradients.bias is None else gradients.bias
+    gradients = chosen.implementation.function("backward")(
+        hidden, weight, bias, targets, lse, seed, terms, chunk
+    )
+    return (
+        gradients.hidden,
+        gradients.weight,
+        hidden.new_empty(0) if gradients.bias is None else gradients.bias,
+    )
 
 
 @_backward_op.register_fake
@@ -126,7 +148,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Five) -> None:
     if ctx.at_once:
         ctx.save_for_backward(*output[2:])
     else:
-        ctx.save_for_backward(hidden, weight, targets, output[1], *(() if bias is None else (bias,)))
+        ctx.save_for_backward(
+            hidden, weight, targets, output[1], *(() if bias is None else (bias,))
+        )
 
 
 def _backward(ctx: Any, dloss: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -135,7 +159,11 @@ def _backward(ctx: Any, dloss: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
     if ctx.at_once:
         # In place, unless this pass is traced or may be repeated: a copy of the weight's gradient is as large as the
         # weight.
-        in_place = type(dloss) is torch.Tensor and not torch.compiler.is_compiling() and not torch_private.keeps_graph()
+        in_place = (
+            type(dloss) is torch.Tensor
+            and not torch.compiler.is_compiling()
+            and not torch_private.keeps_graph()
+        )
         # Detached: autograd returns saved outputs as views, which nobody could add to with gradients enabled.
         gradients = [
             kept.detach().mul_(dloss.to(kept.dtype)) if in_place else kept * dloss.to(kept.dtype)
@@ -144,7 +172,15 @@ def _backward(ctx: Any, dloss: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
     else:
         hidden, weight, targets, lse, *bias = ctx.saved_tensors
         gradients = list(
-            _backward_op(hidden, weight, bias[0] if bias else None, targets, lse, dloss.contiguous(), *ctx.settings)
+            _backward_op(
+                hidden,
+                weight,
+                bias[0] if bias else None,
+                targets,
+                lse,
+                dloss.contiguous(),
+                *ctx.settings,
+            )
         )
     return gradients[0], gradients[1], gradients[2] if ctx.has_bias else None, *[None] * 10
 
@@ -217,18 +253,32 @@ def linear_cross_entropy(
             f"{[*hidden.shape]}, {[*weight.shape]}, {[*targets.shape]}, {None if bias is None else [*bias.shape]}"
         )
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
-        raise ValueError(f"hidden, weight and bias must have one dtype, got {hidden.dtype} and {weight.dtype}")
+        raise ValueError(
+            f"hidden, weight and bias must have one dtype, got {hidden.dtype} and {weight.dtype}"
+        )
     if reduction not in ("none", "sum"):
         raise ValueError(f"reduction is 'none' or 'sum', not '{reduction}'")
     if token_weights is not None and (reduction != "sum" or token_weights.shape != (N,)):
-        raise ValueError("token_weights are [N] and need reduction='sum'; with 'none' multiply the losses instead")
+        raise ValueError(
+            "token_weights are [N] and need reduction='sum'; with 'none' multiply the losses instead"
+        )
     LossTerms(ignore_index, softcap or 0.0, z_loss, label_smoothing)
     if implementation == "reference":
         losses = reference_linear_cross_entropy(
-            hidden, weight, bias, targets, LossTerms(ignore_index, softcap or 0.0, z_loss, label_smoothing)
+            hidden,
+            weight,
+            bias,
+            targets,
+            LossTerms(ignore_index, softcap or 0.0, z_loss, label_smoothing),
         )
-        return losses if reduction == "none" else (losses if token_weights is None else losses * token_weights).sum()
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+        return (
+            losses
+            if reduction == "none"
+            else (losses if token_weights is None else losses * token_weights).sum()
+        )
+    learns = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (hidden, weight, bias)
+    )
     loss: torch.Tensor = _forward(
         hidden,
         weight,

@@ -18,7 +18,11 @@ def draw(pick: Pick) -> Example:
     H, causal = G * pick.integer(1, 2), pick.choice(False, True)
 
     def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor, implementation: str | None = None
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        documents: torch.Tensor,
+        implementation: str | None = None,
     ) -> torch.Tensor:
         return packed_attention(q, k, v, documents, causal=causal, implementation=implementation)
 
@@ -45,7 +49,10 @@ def cases(device: str) -> Iterator[Case]:
     B, H, K = (1, 32, 128) if device == "cuda" else (1, 4, 64)
     for T in (4096, 16384) if device == "cuda" else (1024, 4096, 8192):
         documents = (torch.arange(T, device=device) * 8 // T)[None]
-        qkv = tuple(torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        qkv = tuple(
+            torch.randn(B, H, T, K, device=device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
         mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
         ways = forward_backward(
             lambda q, k, v, implementation, documents=documents: packed_attention(
@@ -57,4 +64,6 @@ def cases(device: str) -> Iterator[Case]:
         )
         ways["sdpa"] = ForwardBackward(partial(F.scaled_dot_product_attention, is_causal=True), qkv)
         flops = 14.0 * B * H * K * T * T / 16
-        yield Case(f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops, at={"length": T}, says=SAYS)
+        yield Case(
+            f"B={B} H={H} T={T} K={K} {dtype}", ways, flops=flops, at={"length": T}, says=SAYS
+        )

@@ -13,7 +13,9 @@ BLOCK = 256
 """Queries of a block. Its mask has as many rows, and as many columns as there are keys to see."""
 
 
-def _blocks(documents: Tensor, causal: bool, like: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
+def _blocks(
+    documents: Tensor, causal: bool, like: Tensor
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Yield queries, keys and mask of each block of one sequence with documents [T].
 
     The mask [queries, keys] is added to the scores; None where it hides nothing.
@@ -26,7 +28,11 @@ def _blocks(documents: Tensor, causal: bool, like: Tensor) -> Iterator[tuple[sli
         visible = seen.any(0).nonzero()
         keys = slice(int(visible[0]), int(visible[-1]) + 1)
         hidden = ~seen[:, keys]
-        mask = like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf")) if bool(hidden.any()) else None
+        mask = (
+            like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+            if bool(hidden.any())
+            else None
+        )
         yield queries, keys, mask
 
 
@@ -35,7 +41,9 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Output [B, H, T, K] and log-sum-exp of the scores [B, H, T]."""
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     out = q.new_empty(q.shape)
@@ -50,7 +58,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool) ->
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Tensor, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    documents: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; those of k and v are summed over blocks in float32 at least."""
     q, k, v, dout = _aligned(q), _aligned(k), _aligned(v), _aligned(dout)
@@ -61,7 +76,13 @@ def backward(
         for queries, keys, mask in _blocks(documents[b], causal, q):
             part = (row, slice(None), queries)
             to_q[part], some_k, some_v = torch_private.cpu_flash_attention_backward(
-                dout[part], q[part], k[row, :, keys], v[row, :, keys], out[part], lse[part].contiguous(), mask
+                dout[part],
+                q[part],
+                k[row, :, keys],
+                v[row, :, keys],
+                out[part],
+                lse[part].contiguous(),
+                mask,
             )
             to_k[row, :, keys] += some_k
             to_v[row, :, keys] += some_v

@@ -20,7 +20,9 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
 """(q [N, H, K], k and v [N, G, K], offsets, longest document, causal) -> [N, H, K]."""
 
 
-def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, causal: bool) -> Tensor:
+def _flash_attn_3(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, causal: bool
+) -> Tensor:
     from flash_attn_interface import flash_attn_varlen_func
 
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -32,7 +34,9 @@ def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int
     return result
 
 
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, causal: bool) -> Tensor:
+def _flash_attn(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, causal: bool
+) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -48,7 +52,9 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, causa
     window = (-1, 0) if causal else (-1, -1)
     # torch 2.11 takes grouped queries without a word.
     takes_word = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    grouped: dict[str, Any] = {"enable_gqa": True} if takes_word and q.shape[1] != k.shape[1] else {}
+    grouped: dict[str, Any] = (
+        {"enable_gqa": True} if takes_word and q.shape[1] != k.shape[1] else {}
+    )
     out = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=window, **grouped)
     assert isinstance(out, Tensor)
     return out
@@ -59,7 +65,9 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, spans: DocumentSpans, causal: bool) -> Tensor:
+def _attend(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, spans: DocumentSpans, causal: bool
+) -> Tensor:
     """Output [B, H, T, K] of q [B, H, T, K], k and v [B, G, T, K]; gradients are the library's."""
     spans, shape = spans.to(q.device), q.transpose(1, 2).shape
     offsets, longest = spans.cut()

@@ -15,14 +15,23 @@ from xscale_kernels.rows import wide
 from xscale_kernels.select import Implementation, UnusableError, choose, use_reference
 
 
-def reference_forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def reference_forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Output [B, H, T, K] and log-sum-exp of the scores [B, H, T], through all scores."""
     weights, scores, values = _reference_weights(q, k, v, documents, causal)
     return (weights @ values).to(q.dtype), scores.logsumexp(-1)
 
 
 def reference_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Tensor, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    documents: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     with torch.enable_grad():
@@ -57,7 +66,9 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
 
 def _takes_varlen(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Refuse what no kernel for sequences of any length takes, whoever made it."""
-    if any(x.dtype is not q.dtype or x.dtype not in (torch.bfloat16, torch.float16) for x in (q, k, v)):
+    if any(
+        x.dtype is not q.dtype or x.dtype not in (torch.bfloat16, torch.float16) for x in (q, k, v)
+    ):
         return "it takes bfloat16 or float16, the same for queries, keys and values"
     if v.shape[3] != q.shape[3]:
         return "it takes values as wide as the keys"
@@ -68,7 +79,9 @@ def _takes_varlen(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
     reason = _takes_varlen(q, k, v) or refusals.unless_library(q, "flash_attn_interface", (9, 0))
-    return reason or (None if refusals.is_hopper(q) else "FlashAttention-3 needs a GPU of compute capability 9.x")
+    return reason or (
+        None if refusals.is_hopper(q) else "FlashAttention-3 needs a GPU of compute capability 9.x"
+    )
 
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
@@ -100,7 +113,9 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor, causal: bool, implementation: str
 ) -> tuple[Tensor, Tensor]:
     choice = choose("packed_attention", IN_OPERATOR, implementation, q, k, v)
-    out: tuple[Tensor, Tensor] = choice.implementation.function("forward")(q, k, v, documents, causal)
+    out: tuple[Tensor, Tensor] = choice.implementation.function("forward")(
+        q, k, v, documents, causal
+    )
     return out
 
 
@@ -123,7 +138,9 @@ def _back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     choice = choose("packed_attention (backward)", IN_OPERATOR, implementation, q, k, v)
     gradients: tuple[Tensor, Tensor, Tensor]
-    gradients = choice.implementation.function("backward")(q, k, v, out, lse, dout, documents, causal)
+    gradients = choice.implementation.function("backward")(
+        q, k, v, out, lse, dout, documents, causal
+    )
     return gradients
 
 
@@ -158,7 +175,16 @@ def _forward_flops(q: Any, k: Any, v: Any, documents: Any, causal: bool, *_: Any
 
 @register_flop_formula(torch.ops.xscale.packed_attention_backward)
 def _backward_flops(
-    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, documents: Any, causal: bool, *_: Any, **__: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    documents: Any,
+    causal: bool,
+    *_: Any,
+    **__: Any,
 ) -> int:
     return 2 * _pairs(q, causal) * int(3 * q[3] + 2 * v[3])
 
@@ -204,7 +230,11 @@ def packed_attention(
 
     Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
     """
-    fits = q.dim() == 4 and k.shape[0::2] == v.shape[0::2] == q.shape[0::2] and k.shape[1] == v.shape[1]
+    fits = (
+        q.dim() == 4
+        and k.shape[0::2] == v.shape[0::2] == q.shape[0::2]
+        and k.shape[1] == v.shape[1]
+    )
     if not fits or k.shape[3] != q.shape[3] or documents.shape != (q.shape[0], q.shape[2]):
         raise ValueError(
             "packed_attention takes q [B, H, T, K], k [B, G, T, K], v [B, G, T, M] and documents [B, T], got "
@@ -218,14 +248,18 @@ def packed_attention(
     if is_library and torch.compiler.is_compiling():
         if implementation != COMPILED or spans is None:
             reason = f"torch.compile keeps '{COMPILED}' in its graphs, where the spans of the documents are given"
-            raise UnusableError(f"packed_attention: implementation '{implementation}' cannot run this call: {reason}")
+            raise UnusableError(
+                f"packed_attention: implementation '{implementation}' cannot run this call: {reason}"
+            )
         return attend_in_graph(q, k, v, spans, causal)
     if is_library or (q.is_cuda and not implementation):
         choice = choose("packed_attention", IMPLEMENTATIONS, implementation, q, k, v)
         if choice.implementation.name in LIBRARIES:
             # Outside of the torch.library operator autograd takes the library's own backward.
             attend = choice.implementation.function("attend")
-            attended: Tensor = attend(q, k, v, find_document_spans(documents) if spans is None else spans, causal)
+            attended: Tensor = attend(
+                q, k, v, find_document_spans(documents) if spans is None else spans, causal
+            )
             return attended
     out: Tensor = _forward(q, k, v, documents, causal, implementation or "")[0]
     return out

@@ -25,7 +25,9 @@ CAUSAL = (-1, 0)
 
 
 @torch.library.custom_op("xscale::varlen_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sizes: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sizes: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Output [N, H, K] and log-sum-exp of the scores [H, N], of q [N, H, K], k and v [N, G, K], N tokens in a row."""
     count, longest = sizes.tolist()
     if q.is_cuda:
@@ -61,10 +63,14 @@ def _back(
     count, longest = sizes.tolist()
     if q.is_cuda:
         cut, window = offsets[: count + 1], CAUSAL if causal else WHOLE
-        return torch_private.flash_varlen_backward(dout.contiguous(), q, k, v, out, lse, cut, longest, window)
+        return torch_private.flash_varlen_backward(
+            dout.contiguous(), q, k, v, out, lse, cut, longest, window
+        )
     gradients = tuple(x.new_empty(x.shape) for x in (q, k, v))
     for rows in _documents(offsets, count):
-        above, queries, keys, values, attended = (_as_sequence(x[rows]) for x in (dout, q, k, v, out))
+        above, queries, keys, values, attended = (
+            _as_sequence(x[rows]) for x in (dout, q, k, v, out)
+        )
         mask, normaliser = _future(q, rows) if causal else None, lse[None, :, rows].contiguous()
         of_document = torch_private.cpu_flash_attention_backward(
             above, queries, keys, values, attended, normaliser, mask
@@ -114,13 +120,25 @@ def _pairs(q: Any, causal: bool) -> int:
 
 
 @register_flop_formula(torch.ops.xscale.varlen_attention)
-def _forward_flops(q: Any, k: Any, v: Any, offsets: Any, sizes: Any, causal: bool, *_: Any, **__: Any) -> int:
+def _forward_flops(
+    q: Any, k: Any, v: Any, offsets: Any, sizes: Any, causal: bool, *_: Any, **__: Any
+) -> int:
     return 4 * _pairs(q, causal) * int(q[2])
 
 
 @register_flop_formula(torch.ops.xscale.varlen_attention_backward)
 def _backward_flops(
-    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, offsets: Any, sizes: Any, causal: bool, *_: Any, **__: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    offsets: Any,
+    sizes: Any,
+    causal: bool,
+    *_: Any,
+    **__: Any,
 ) -> int:
     return 10 * _pairs(q, causal) * int(q[2])
 
@@ -131,7 +149,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: DocumentSpans, causal: bool) 
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B * T, H or G, K]
     if spans.order is not None:
         q, k, v = (x.index_select(0, spans.order) for x in (q, k, v))
-    out: Tensor = _forward(q.contiguous(), k.contiguous(), v.contiguous(), spans.offsets, spans.sizes, causal)[0]
+    out: Tensor = _forward(
+        q.contiguous(), k.contiguous(), v.contiguous(), spans.offsets, spans.sizes, causal
+    )[0]
     if spans.order is not None:
         out = torch.empty_like(out).index_copy(0, spans.order, out)
     return out.view(shape).transpose(1, 2)

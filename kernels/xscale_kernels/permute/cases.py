@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import torch
 
 from xscale_kernels.cases import Case, Example, Pick, forward_backward
-from xscale_kernels.permute.op import IMPLEMENTATIONS, permute, reference_permute, reference_unpermute, unpermute
+from xscale_kernels.permute.op import (
+    IMPLEMENTATIONS,
+    permute,
+    reference_permute,
+    reference_unpermute,
+    unpermute,
+)
 
 
 def draw(pick: Pick) -> Example:
@@ -15,20 +21,31 @@ def draw(pick: Pick) -> Example:
     N, M, D = pick.integer(1, 9), pick.integer(0, 30), pick.integer(1, 70)
 
     def run(
-        x: torch.Tensor, y: torch.Tensor, *weights_and_tokens: torch.Tensor, implementation: str | None = None
+        x: torch.Tensor,
+        y: torch.Tensor,
+        *weights_and_tokens: torch.Tensor,
+        implementation: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weights = weights_and_tokens[0] if len(weights_and_tokens) == 2 else None
         return permute(x, weights_and_tokens[-1], implementation=implementation), unpermute(
             y, weights_and_tokens[-1], weights, N, implementation=implementation
         )
 
-    def exact(x: torch.Tensor, y: torch.Tensor, *weights_and_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def exact(
+        x: torch.Tensor, y: torch.Tensor, *weights_and_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         weights = weights_and_tokens[0] if len(weights_and_tokens) == 2 else None
-        return reference_permute(x, weights_and_tokens[-1]), reference_unpermute(y, weights_and_tokens[-1], weights, N)
+        return reference_permute(x, weights_and_tokens[-1]), reference_unpermute(
+            y, weights_and_tokens[-1], weights, N
+        )
 
     x, y, weights = pick.normal(N, D), pick.normal(M, D), pick.normal(M)
     return Example(
-        run=run, exact=exact, tensors=pick.choice((x, y, weights), (x, y)), given=(pick.integers(N, M),), slack=2.0
+        run=run,
+        exact=exact,
+        tensors=pick.choice((x, y, weights), (x, y)),
+        given=(pick.integers(N, M),),
+        slack=2.0,
     )
 
 
@@ -45,7 +62,11 @@ def cases(device: str) -> Iterator[Case]:
         weights = torch.rand(N * k, device=device, requires_grad=True)
         ways = forward_backward(
             lambda x, t, w, implementation: unpermute(
-                permute(x, t, implementation=implementation), t, w, x.shape[0], implementation=implementation
+                permute(x, t, implementation=implementation),
+                t,
+                w,
+                x.shape[0],
+                implementation=implementation,
             ),
             lambda x, t, w: reference_unpermute(reference_permute(x, t), t, w, x.shape[0]),
             IMPLEMENTATIONS,

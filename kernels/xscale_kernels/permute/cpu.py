@@ -22,11 +22,15 @@ def unpermute(
     compute = wide(y.dtype)
     if N == 1:
         # One token, as in generation: its weights times its rows.
-        factors = y.new_ones(1, len(y), dtype=compute) if weights is None else weights.to(compute)[None]
+        factors = (
+            y.new_ones(1, len(y), dtype=compute) if weights is None else weights.to(compute)[None]
+        )
         return (factors @ y.to(compute)).to(y.dtype)
     order, starts = sorted_rows(tokens, N, token_rows)
     scale = None if weights is None else weights.to(compute).index_select(0, order)
-    bags = F.embedding_bag(order, y.to(compute), starts, mode="sum", per_sample_weights=scale, include_last_offset=True)
+    bags = F.embedding_bag(
+        order, y.to(compute), starts, mode="sum", per_sample_weights=scale, include_last_offset=True
+    )
     return bags.to(y.dtype)  # [N, D]
 
 
@@ -35,7 +39,10 @@ def spread(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """CPU implementation of `reference_spread`."""
     compute = wide(y.dtype)
-    dy, dweights = torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(weights)
+    dy, dweights = (
+        torch.empty_like(y, memory_format=torch.contiguous_format),
+        torch.empty_like(weights),
+    )
     scale = weights.to(compute)
     for span in row_blocks(dy):
         rows = dout.index_select(0, tokens[span]).to(compute)

@@ -40,7 +40,9 @@ def reference_spread(
     return (rows * weights.to(compute)[:, None]).to(y.dtype), dweights
 
 
-def sorted_rows(tokens: torch.Tensor, N: int, token_rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def sorted_rows(
+    tokens: torch.Tensor, N: int, token_rows: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [M] by token, and where those of each token start [N + 1]: sorted only where `token_rows` is not given."""
     if token_rows is not None:
         k = token_rows.shape[1]
@@ -65,7 +67,9 @@ def _permute(
 
 
 @_permute.register_fake
-def _(x: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor | None, implementation: str) -> torch.Tensor:
+def _(
+    x: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor | None, implementation: str
+) -> torch.Tensor:
     return x.new_empty(tokens.shape[0], x.shape[1])
 
 
@@ -102,16 +106,26 @@ def _(
 
 @torch.library.custom_op("xscale::unpermute_backward", mutates_args=())
 def _spread(
-    dout: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, implementation: str
+    dout: torch.Tensor,
+    y: torch.Tensor,
+    tokens: torch.Tensor,
+    weights: torch.Tensor,
+    implementation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen = choose("permute (back, gradient)", IMPLEMENTATIONS, implementation, y).implementation.function("spread")
+    chosen = choose(
+        "permute (back, gradient)", IMPLEMENTATIONS, implementation, y
+    ).implementation.function("spread")
     out: tuple[torch.Tensor, torch.Tensor] = chosen(dout, y, tokens, weights)
     return out
 
 
 @_spread.register_fake
 def _(
-    dout: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, implementation: str
+    dout: torch.Tensor,
+    y: torch.Tensor,
+    tokens: torch.Tensor,
+    weights: torch.Tensor,
+    implementation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(weights)
 
@@ -149,8 +163,12 @@ _unpermute.register_autograd(_unpermute_backward, setup_context=_keep_unpermute)
 
 
 def _check_rows(tokens: torch.Tensor, N: int, token_rows: torch.Tensor | None) -> None:
-    if token_rows is not None and (token_rows.dim() != 2 or len(token_rows) != N or token_rows.numel() != len(tokens)):
-        raise ValueError(f"token_rows are [N, k] with N={N} and N * k = {len(tokens)}, got {[*token_rows.shape]}")
+    if token_rows is not None and (
+        token_rows.dim() != 2 or len(token_rows) != N or token_rows.numel() != len(tokens)
+    ):
+        raise ValueError(
+            f"token_rows are [N, k] with N={N} and N * k = {len(tokens)}, got {[*token_rows.shape]}"
+        )
 
 
 def permute(
@@ -167,7 +185,9 @@ def permute(
     The gradient to x is summed over copies in float32 at least, in a fixed order on CPU and in Triton.
     """
     if x.dim() != 2 or tokens.dim() != 1:
-        raise ValueError(f"permute takes x [N, D] and tokens [M], got {[*x.shape]} and {[*tokens.shape]}")
+        raise ValueError(
+            f"permute takes x [N, D] and tokens [M], got {[*x.shape]} and {[*tokens.shape]}"
+        )
     _check_rows(tokens, len(x), token_rows)
     if torch_private.calls_directly(x):
         return x.index_select(0, tokens)
@@ -192,7 +212,11 @@ def unpermute(
 
     Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
     """
-    if y.dim() != 2 or tokens.shape != y.shape[:1] or (weights is not None and weights.shape != tokens.shape):
+    if (
+        y.dim() != 2
+        or tokens.shape != y.shape[:1]
+        or (weights is not None and weights.shape != tokens.shape)
+    ):
         raise ValueError(
             f"unpermute takes y [M, D], tokens [M], weights [M] or None, got {[*y.shape]}, {[*tokens.shape]}, "
             f"{None if weights is None else [*weights.shape]}"

@@ -13,7 +13,17 @@ from xscale_kernels.permute.op import sorted_rows
 
 @triton.jit
 def _sum_kernel(
-    y, order, starts, weights, out, D, sym, syd, WEIGHTED: tl.constexpr, ACC: tl.constexpr, BD: tl.constexpr
+    y,
+    order,
+    starts,
+    weights,
+    out,
+    D,
+    sym,
+    syd,
+    WEIGHTED: tl.constexpr,
+    ACC: tl.constexpr,
+    BD: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -29,7 +39,21 @@ def _sum_kernel(
 
 
 @triton.jit
-def _spread_kernel(dout, y, tokens, weights, dy, dweights, D, son, sod, sym, syd, ACC: tl.constexpr, BD: tl.constexpr):
+def _spread_kernel(
+    dout,
+    y,
+    tokens,
+    weights,
+    dy,
+    dweights,
+    D,
+    son,
+    sod,
+    sym,
+    syd,
+    ACC: tl.constexpr,
+    BD: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     weight = tl.load(weights + row).to(ACC)
@@ -75,7 +99,10 @@ def spread(
     """Triton implementation of `reference_spread`."""
     M, D = y.shape
     weights = weights.contiguous()
-    dy, dweights = torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(weights)
+    dy, dweights = (
+        torch.empty_like(y, memory_format=torch.contiguous_format),
+        torch.empty_like(weights),
+    )
     if M:
         _spread_kernel[(M,)](
             dout, y, tokens, weights, dy, dweights, D, *dout.stride(), *y.stride(),

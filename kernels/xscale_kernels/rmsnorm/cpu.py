@@ -9,7 +9,9 @@ import torch
 from xscale_kernels.rows import row_blocks, wide
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The result [N, D] and each row's 1 / rms [N, 1]. x: [N, D]."""
     compute = wide(x.dtype)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -17,7 +19,13 @@ def forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[t
     scale = None if weight is None else weight.to(compute)
     for span in row_blocks(x):
         rows = x[span].to(compute)
-        r = torch.linalg.vector_norm(rows, dim=1, keepdim=True).square_().div_(x.shape[1]).add_(eps).rsqrt_()
+        r = (
+            torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+            .square_()
+            .div_(x.shape[1])
+            .add_(eps)
+            .rsqrt_()
+        )
         rms[span] = r
         out = torch.mul(rows, r, out=y[span]) if y.dtype == compute else rows * r
         if scale is not None:

@@ -18,7 +18,9 @@ def reference_rmsnorm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) 
 
 
 def _triton(x: torch.Tensor, *_: object) -> str | None:
-    return refusals.unless_triton(x) or (None if x.shape[-1] <= 65536 else "rows are wider than 65536")
+    return refusals.unless_triton(x) or (
+        None if x.shape[-1] <= 65536 else "rows are wider than 65536"
+    )
 
 
 def _quack(x: torch.Tensor, *_: object) -> str | None:
@@ -28,7 +30,9 @@ def _quack(x: torch.Tensor, *_: object) -> str | None:
 
 
 def _liger(x: torch.Tensor, *_: object) -> str | None:
-    return refusals.unless_liger(x) or (None if x.shape[-1] <= 65536 else "rows are wider than 65536")
+    return refusals.unless_liger(x) or (
+        None if x.shape[-1] <= 65536 else "rows are wider than 65536"
+    )
 
 
 def _apex(x: torch.Tensor, *_: object) -> str | None:
@@ -48,7 +52,11 @@ IMPLEMENTATIONS = (
 
 
 def rmsnorm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, *, implementation: str | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float = 1e-6,
+    *,
+    implementation: str | None = None,
 ) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32 at least.
 
@@ -57,7 +65,9 @@ def rmsnorm(
     Raises ValueError for shapes that do not fit, UnusableError when the named implementation refuses.
     """
     if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(f"rmsnorm takes a weight of the last axis's size {x.shape[-1]}, got {[*weight.shape]}")
+        raise ValueError(
+            f"rmsnorm takes a weight of the last axis's size {x.shape[-1]}, got {[*weight.shape]}"
+        )
     if use_reference(implementation):
         return reference_rmsnorm(x, weight, eps)
     if is_small_call(implementation, x):

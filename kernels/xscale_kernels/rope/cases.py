@@ -16,7 +16,9 @@ def draw(pick: Pick) -> Example:
     unrotated, interleaved = pick.integer(0, 5), pick.choice(False, True)
     phase = pick.normal(*pick.choice((T, half), (B, T, half)))
     return Example(
-        run=lambda x, c, s, implementation=None: rope(x, c, s, interleaved=interleaved, implementation=implementation),
+        run=lambda x, c, s, implementation=None: rope(
+            x, c, s, interleaved=interleaved, implementation=implementation
+        ),
         exact=lambda x, c, s: reference_rope(x, c, s, interleaved),
         tensors=(pick.normal(B, T, H, 2 * half + unrotated),),
         given=(phase.cos(), phase.sin()),

@@ -15,11 +15,15 @@ def _pair(x: torch.Tensor, R: int, interleaved: bool) -> tuple[torch.Tensor, tor
     return x[..., : R // 2], x[..., R // 2 : R]
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, direction: float) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, direction: float
+) -> torch.Tensor:
     """Rotate x by the angles times `direction` (1 or -1). Shapes as in op.py."""
     R, compute = 2 * cos.shape[-1], wide(x.dtype)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    cos, sin = (table.to(compute)[..., None, :] for table in (cos, sin))  # [T, 1, R / 2] or [B, T, 1, R / 2]
+    cos, sin = (
+        table.to(compute)[..., None, :] for table in (cos, sin)
+    )  # [T, 1, R / 2] or [B, T, 1, R / 2]
     sin = sin * direction
     # Sequences shorter than a block share one: with one block each, call overhead dominates.
     for batch in row_blocks(out.flatten(1), least=1):
@@ -38,7 +42,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         return rotate(x, cos, sin, interleaved, 1.0)

@@ -9,13 +9,18 @@ from xscale_kernels.rows import wide
 from xscale_kernels.select import Implementation, choose, is_small_call, use_reference
 
 
-def reference_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def reference_rope(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
     """Rotates the first R channels of each head in pairs; computed in float32 at least. Shapes as in `rope`."""
     R = 2 * cos.shape[-1]
     if x.shape[-1] > R:
         return torch.cat((reference_rope(x[..., :R], cos, sin, interleaved), x[..., R:]), -1)
     compute = wide(x.dtype)
-    cos, sin = cos.to(compute).unsqueeze(-2), sin.to(compute).unsqueeze(-2)  # [T, 1, R / 2] or [B, T, 1, R / 2]
+    cos, sin = (
+        cos.to(compute).unsqueeze(-2),
+        sin.to(compute).unsqueeze(-2),
+    )  # [T, 1, R / 2] or [B, T, 1, R / 2]
     turned = x.to(compute)
     if interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
@@ -56,7 +61,9 @@ def rope(
             f"{[*x.shape]}, {[*cos.shape]}, {[*sin.shape]}"
         )
     if 2 * cos.shape[-1] > x.shape[-1]:
-        raise ValueError(f"the angles rotate {2 * cos.shape[-1]} channels, a head has {x.shape[-1]}")
+        raise ValueError(
+            f"the angles rotate {2 * cos.shape[-1]} channels, a head has {x.shape[-1]}"
+        )
     if use_reference(implementation):
         return reference_rope(x, cos, sin, interleaved)
     if is_small_call(implementation, x):

@@ -18,12 +18,16 @@ def draw(pick: Pick) -> Example:
     score: Any = pick.choice("softmax", "sigmoid")
     order: Any = pick.choice("choice", "token")
     # Multiples of 1/4, exact in every precision, so that rounding changes no choice.
-    logits = torch.stack([torch.randperm(E, generator=pick.generator) for _ in range(N)] or [torch.zeros(0)])
+    logits = torch.stack(
+        [torch.randperm(E, generator=pick.generator) for _ in range(N)] or [torch.zeros(0)]
+    )
     logits = (logits.view(N, E).double() - E // 2) / 4
     biased = pick.choice(False, True)
     bias = torch.randperm(E, generator=pick.generator).double() * 1.75 + 3
 
-    def run(x: torch.Tensor, *bias: torch.Tensor, implementation: str | None = None) -> tuple[torch.Tensor, ...]:
+    def run(
+        x: torch.Tensor, *bias: torch.Tensor, implementation: str | None = None
+    ) -> tuple[torch.Tensor, ...]:
         routed = route(
             x, k, score=score, bias=bias[0] if bias else None, capacity=capacity, order=order,
             implementation=implementation,
@@ -52,7 +56,9 @@ def cases(device: str) -> Iterator[Case]:
     for E, k in ((8, 2), (64, 8), (256, 8)):
         logits = torch.randn(N, E, device=device, requires_grad=True)
         ways = forward_backward(
-            lambda x, implementation, k=k: _flattened(*route(x, k, implementation=implementation)[:2]),
+            lambda x, implementation, k=k: _flattened(
+                *route(x, k, implementation=implementation)[:2]
+            ),
             lambda x, k=k: _flattened(*reference_route(x, k, None, "softmax")[:2]),
             IMPLEMENTATIONS,
             (logits,),

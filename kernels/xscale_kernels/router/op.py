@@ -46,7 +46,9 @@ def slots(
 
 
 def _triton(logits: torch.Tensor, k: int) -> str | None:
-    return refusals.unless_triton(logits) or (None if logits.shape[1] <= 4096 and k <= 32 else "E > 4096 or k > 32")
+    return refusals.unless_triton(logits) or (
+        None if logits.shape[1] <= 4096 and k <= 32 else "E > 4096 or k > 32"
+    )
 
 
 _HERE = "xscale_kernels.router"
@@ -91,7 +93,9 @@ def route(
     Raises ValueError for an invalid k or score, UnusableError when the named implementation refuses.
     """
     if logits.dim() != 2 or not 1 <= k <= logits.shape[1]:
-        raise ValueError(f"route takes logits [N, E] and k from 1 to E, got {[*logits.shape]} and k = {k}")
+        raise ValueError(
+            f"route takes logits [N, E] and k from 1 to E, got {[*logits.shape]} and k = {k}"
+        )
     if score not in SCORES:
         raise ValueError(f"route has no score '{score}'; there are: {', '.join(SCORES)}")
     compute_route: Any = reference_route

@@ -27,7 +27,9 @@ def _forward_kernel(
     columns = tl.arange(0, BE)
     row_mask = rows < N
     mask = row_mask[:, None] & (columns < E)[None, :]
-    value = tl.load(logits + rows[:, None] * sn + columns[None, :] * se, mask=mask, other=float("-inf")).to(ACC)
+    value = tl.load(
+        logits + rows[:, None] * sn + columns[None, :] * se, mask=mask, other=float("-inf")
+    ).to(ACC)
     if SOFTMAX:
         # Rows past the end are -inf; a maximum of 0 avoids NaN.
         top = tl.max(value, 1)
@@ -44,7 +46,9 @@ def _forward_kernel(
         best = tl.argmax(rank, 1)
         is_best = columns[None, :] == best[:, None]
         tl.store(experts + rows * k + choice, best.to(tl.int64), mask=row_mask)
-        tl.store(weights + rows * k + choice, tl.sum(tl.where(is_best, score, 0.0), 1), mask=row_mask)
+        tl.store(
+            weights + rows * k + choice, tl.sum(tl.where(is_best, score, 0.0), 1), mask=row_mask
+        )
         rank = tl.where(is_best, float("-inf"), rank)
 
 
@@ -77,7 +81,9 @@ def _blocks(N: int, E: int) -> dict[str, int]:
 
 
 @triton.jit
-def _slots_kernel(experts, places, counts, N, M, k: tl.constexpr, CHOICE: tl.constexpr, BM: tl.constexpr):
+def _slots_kernel(
+    experts, places, counts, N, M, k: tl.constexpr, CHOICE: tl.constexpr, BM: tl.constexpr
+):
     # One program scans all assignments for its expert, so positions are ordered and reproducible: no sort, no atomics.
     expert = tl.program_id(0)
     before = tl.zeros((1,), dtype=tl.int64)
@@ -93,7 +99,9 @@ def _slots_kernel(experts, places, counts, N, M, k: tl.constexpr, CHOICE: tl.con
     tl.store(counts + expert + tl.arange(0, 1), before)
 
 
-def slots(experts: torch.Tensor, E: int, *, order: Literal["choice", "token"]) -> tuple[torch.Tensor, torch.Tensor]:
+def slots(
+    experts: torch.Tensor, E: int, *, order: Literal["choice", "token"]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Triton implementation of `slots`: one launch if experts are few; each expert's program reads all assignments."""
     (N, k), M = experts.shape, experts.numel()
     if E > MAX_SCANNED_EXPERTS or not M:
@@ -114,7 +122,10 @@ class _Route(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         N, E = logits.shape
         compute = wide(logits.dtype)
-        scores, weights = logits.new_empty(N, E, dtype=compute), logits.new_empty(N, k, dtype=compute)
+        scores, weights = (
+            logits.new_empty(N, E, dtype=compute),
+            logits.new_empty(N, k, dtype=compute),
+        )
         experts = logits.new_empty(N, k, dtype=torch.int64)
         blocks, bias = _blocks(N, E), None if bias is None else bias.contiguous()
         if N:

@@ -30,7 +30,10 @@ def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         library.squared_norm_sum,
         device,
         TYPES[tensors[0].dtype],
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (table.numbers, table.tensor_of, table.first_of, room, out)),
+        *(
+            ctypes.c_void_p(tensor.data_ptr())
+            for tensor in (table.numbers, table.tensor_of, table.first_of, room, out)
+        ),
         ctypes.c_int64(table.tensors),
         ctypes.c_int64(table.blocks),
     )

@@ -54,7 +54,9 @@ IMPLEMENTATIONS = (
 
 
 @torch.no_grad()
-def squared_norm(tensors: Sequence[torch.Tensor], *, implementation: str | None = None) -> torch.Tensor:
+def squared_norm(
+    tensors: Sequence[torch.Tensor], *, implementation: str | None = None
+) -> torch.Tensor:
     """Sum of squares of all elements of all tensors, a float64 scalar on their device.
 
     A tensor's own sum is made in float32 at least, the sum over tensors in float64.

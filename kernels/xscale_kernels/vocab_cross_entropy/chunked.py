@@ -14,7 +14,9 @@ def statistics(inputs: VocabShard) -> ShardStatistics:
     kept = kept_tokens(inputs.targets, inputs.terms)
     N, shard = inputs.hidden.shape[0], inputs.select(kept)
     projection, (safe, is_local) = shard.projection(), shard.local()
-    lse, picked, total = (shard.hidden.new_zeros(shard.hidden.shape[0], dtype=projection.wide) for _ in range(3))
+    lse, picked, total = (
+        shard.hidden.new_zeros(shard.hidden.shape[0], dtype=projection.wide) for _ in range(3)
+    )
     for span in spans(shard.hidden.shape[0], shard.chunk):
         logits = projection.logits(shard.hidden[span].to(projection.compute)).to(projection.wide)
         cap_(logits, shard.terms)
@@ -26,7 +28,9 @@ def statistics(inputs: VocabShard) -> ShardStatistics:
     return placed(lse, kept, N), placed(picked, kept, N), placed(total, kept, N)
 
 
-def gradients(inputs: VocabShard, lse: torch.Tensor, seed: torch.Tensor, vocabulary: int) -> Gradients:
+def gradients(
+    inputs: VocabShard, lse: torch.Tensor, seed: torch.Tensor, vocabulary: int
+) -> Gradients:
     """Chunked implementation of `reference_gradients`."""
     kept = kept_tokens(inputs.targets, inputs.terms)
     N, shard = inputs.hidden.shape[0], inputs.select(kept)
@@ -38,7 +42,9 @@ def gradients(inputs: VocabShard, lse: torch.Tensor, seed: torch.Tensor, vocabul
     def turn(logits: torch.Tensor, span: slice) -> torch.Tensor:
         block = logits.to(projection.wide)
         folded = refold_(block, lse[span], shard.terms)
-        return gradient_(block, folded, safe[span], seed[span], shard.terms, is_local[span], vocabulary)
+        return gradient_(
+            block, folded, safe[span], seed[span], shard.terms, is_local[span], vocabulary
+        )
 
     drows = sweep(projection, shard.hidden, shard.chunk, turn)
     return projection.gradients(placed(drows, kept, N), shard.weight, shard.bias)

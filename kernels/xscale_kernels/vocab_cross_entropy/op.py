@@ -45,13 +45,19 @@ def reference_statistics(shard: VocabShard) -> ShardStatistics:
     return logits.logsumexp(1).where(shard.counted, 0), picked, total.where(shard.counted, 0)
 
 
-def reference_gradients(shard: VocabShard, lse: torch.Tensor, seed: torch.Tensor, vocabulary: int) -> Gradients:
+def reference_gradients(
+    shard: VocabShard, lse: torch.Tensor, seed: torch.Tensor, vocabulary: int
+) -> Gradients:
     """Gradients of sum(seed * loss) through this rank's vocabulary entries; lse [N] is combined over the ranks."""
     (logits, slope), terms, kept = _logits(shard), shard.terms, shard.counted
     scale = torch.where(kept, seed.to(lse.dtype), 0)[:, None]
     lse = lse.where(kept, 0)[:, None]
     out = (logits - lse).exp() * (1 + 2 * terms.z_loss * lse)
-    out = out - (1 - terms.label_smoothing) * _one_hot(shard, logits) - terms.label_smoothing / vocabulary
+    out = (
+        out
+        - (1 - terms.label_smoothing) * _one_hot(shard, logits)
+        - terms.label_smoothing / vocabulary
+    )
     out = (out * scale).where(kept[:, None], 0)
     narrow = (out if slope is None else out * slope).to(shard.hidden.dtype)
     dbias = None if shard.bias is None else narrow.sum(0).to(shard.bias.dtype)
@@ -72,7 +78,11 @@ class Statistics(NamedTuple):
 def _triton(hidden: torch.Tensor, terms: LossTerms) -> str | None:
     reason = refusals.unless_triton(hidden)
     # The kernel divides the smoothing by the local vocabulary size.
-    return reason or ("the kernel has no label smoothing over a sharded vocabulary" if terms.label_smoothing else None)
+    return reason or (
+        "the kernel has no label smoothing over a sharded vocabulary"
+        if terms.label_smoothing
+        else None
+    )
 
 
 _HERE = "xscale_kernels.vocab_cross_entropy"
@@ -105,7 +115,9 @@ def vocab_statistics(
     Raises UnusableError when the named implementation refuses.
     """
     if not weight.shape[0]:
-        nothing = hidden.new_zeros(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
+        nothing = hidden.new_zeros(
+            hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32)
+        )
         return Statistics(nothing - float("inf"), nothing, nothing)
     choice = choose("vocab_cross_entropy", IMPLEMENTATIONS, implementation, hidden, terms)
     chunk = chunk or default_chunk(weight.shape[0], hidden.device)
@@ -150,7 +162,9 @@ def vocab_gradients(
     if not weight.shape[0]:
         dbias = None if bias is None else torch.zeros_like(bias)
         return Gradients(torch.zeros_like(hidden), torch.zeros_like(weight), dbias)
-    choice = choose("vocab_cross_entropy (gradients)", IMPLEMENTATIONS, implementation, hidden, terms)
+    choice = choose(
+        "vocab_cross_entropy (gradients)", IMPLEMENTATIONS, implementation, hidden, terms
+    )
     chunk = chunk or default_chunk(weight.shape[0], hidden.device)
     shard = VocabShard(hidden, weight, bias, targets, first, terms, chunk)
     gradients: Gradients = choice.implementation.function("gradients")(shard, lse, seed, vocabulary)

@@ -42,10 +42,14 @@ class VocabShard(NamedTuple):
 
     def projection(self) -> ChunkedProjection:
         """Build the projection with a buffer for the logits of a chunk."""
-        return ChunkedProjection(self.weight, self.bias, min(self.chunk, max(self.hidden.shape[0], 1)))
+        return ChunkedProjection(
+            self.weight, self.bias, min(self.chunk, max(self.hidden.shape[0], 1))
+        )
 
     def select(self, kept: torch.Tensor | None) -> VocabShard:
         """Select some tokens by index; None keeps all."""
         if kept is None:
             return self
-        return self._replace(hidden=self.hidden.index_select(0, kept), targets=self.targets.index_select(0, kept))
+        return self._replace(
+            hidden=self.hidden.index_select(0, kept), targets=self.targets.index_select(0, kept)
+        )

@@ -22,19 +22,36 @@ def statistics(shard: VocabShard) -> ShardStatistics:
     plain = LossTerms(ignored, shard.terms.softcap)
     for span in spans(hidden.shape[0], shard.chunk):
         logits = projection.logits(hidden[span].to(projection.compute))
-        softmax.launch(logits, local_targets[span], losses[span], lse[span], None, None, plain, known=False)
+        softmax.launch(
+            logits, local_targets[span], losses[span], lse[span], None, None, plain, known=False
+        )
     # The plain loss is lse less the target's logit.
     return lse, (lse - losses).where(is_local, 0), torch.zeros_like(lse)
 
 
-def gradients(shard: VocabShard, lse: torch.Tensor, seed: torch.Tensor, vocabulary: int) -> Gradients:
+def gradients(
+    shard: VocabShard, lse: torch.Tensor, seed: torch.Tensor, vocabulary: int
+) -> Gradients:
     """Triton implementation of `reference_gradients`."""
     projection, (safe, is_local) = shard.projection(), shard.local()
-    local_targets = safe.where(is_local, ON_OTHER_RANK).where(shard.counted, shard.terms.ignore_index)
+    local_targets = safe.where(is_local, ON_OTHER_RANK).where(
+        shard.counted, shard.terms.ignore_index
+    )
     seed, lse = seed.to(projection.wide).contiguous(), lse.to(projection.wide).contiguous()
 
     def turn(logits: torch.Tensor, span: slice) -> torch.Tensor:
-        softmax.launch(logits, local_targets[span], lse[span], lse[span], seed[span], logits, shard.terms, known=True)
+        softmax.launch(
+            logits,
+            local_targets[span],
+            lse[span],
+            lse[span],
+            seed[span],
+            logits,
+            shard.terms,
+            known=True,
+        )
         return logits
 
-    return projection.gradients(sweep(projection, shard.hidden, shard.chunk, turn), shard.weight, shard.bias)
+    return projection.gradients(
+        sweep(projection, shard.hidden, shard.chunk, turn), shard.weight, shard.bias
+    )

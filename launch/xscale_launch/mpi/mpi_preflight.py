@@ -45,10 +45,18 @@ class MpiPreflightResult:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options with which the launcher passes the requirements to each rank."""
     parser.add_argument("--preflight", action="store_true", help="check the nodes first")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs that the preflight must find on each node")
-    parser.add_argument("--disk", type=float, default=1.0, help="free disk space required by the preflight, in GB")
-    parser.add_argument("--links", default="", help="the command that measures the links between the nodes")
-    parser.add_argument("--slowest-link", type=float, default=0.0, help="minimum bandwidth of a link, in GB/s")
+    parser.add_argument(
+        "--gpus", type=int, default=0, help="GPUs that the preflight must find on each node"
+    )
+    parser.add_argument(
+        "--disk", type=float, default=1.0, help="free disk space required by the preflight, in GB"
+    )
+    parser.add_argument(
+        "--links", default="", help="the command that measures the links between the nodes"
+    )
+    parser.add_argument(
+        "--slowest-link", type=float, default=0.0, help="minimum bandwidth of a link, in GB/s"
+    )
 
 
 def run_preflight(
@@ -64,8 +72,13 @@ def run_preflight(
     first = rank_env.rank == names.index(node)
     own_facts = None
     if first:
-        code, interface = Path(xscale_launch.__file__).parents[1], variables.get("GLOO_SOCKET_IFNAME", "")
-        facts_here = preflight.facts(node, rank_env.master_addr, required.folder, code, required.gpus, interface)
+        code, interface = (
+            Path(xscale_launch.__file__).parents[1],
+            variables.get("GLOO_SOCKET_IFNAME", ""),
+        )
+        facts_here = preflight.facts(
+            node, rank_env.master_addr, required.folder, code, required.gpus, interface
+        )
         own_facts = preflight.as_data(facts_here)
     if world is None:
         return (
@@ -85,8 +98,12 @@ def run_preflight(
     return _measure_links(world, rank_env, variables, required, nodes, shared.nodes)
 
 
-def _problems(facts: list[preflight.NodeFacts], nodes: list[str], required: PreflightOptions) -> tuple[str, ...]:
-    return tuple(map(str, preflight.find_problems(facts, nodes, required.gpus, required.disk_gigabytes)))
+def _problems(
+    facts: list[preflight.NodeFacts], nodes: list[str], required: PreflightOptions
+) -> tuple[str, ...]:
+    return tuple(
+        map(str, preflight.find_problems(facts, nodes, required.gpus, required.disk_gigabytes))
+    )
 
 
 def _measure_links(
@@ -103,14 +120,20 @@ def _measure_links(
     slow: list[preflight.NodeProblem] = []
     if rank_env.rank == world.allgather(node).index(node):
         node_rank_env = RankEnv(nodes.index(node), len(nodes), 0, 1, rank_env.master_addr, port)
-        slow = links.measure(shlex.split(required.links), node_rank_env, node, variables, required.folder)
+        slow = links.measure(
+            shlex.split(required.links), node_rank_env, node, variables, required.folder
+        )
     problems = [str(problem) for of_node in world.allgather(slow) for problem in of_node]
     pairs: links.LinkSpeeds = {}
     if rank_env.rank == 0 and not problems:
         try:
             pairs = links.read_results(required.folder)
-            problems = [str(problem) for problem in links.find_problems(pairs, required.slowest_link)]
+            problems = [
+                str(problem) for problem in links.find_problems(pairs, required.slowest_link)
+            ]
         except LaunchError as error:  # the other ranks wait for the result
             problems = [str(error)]
     pairs, problems = world.bcast((pairs, problems))
-    return MpiPreflightResult(facts, tuple(problems), tuple((*pair, speed) for pair, speed in pairs.items()))
+    return MpiPreflightResult(
+        facts, tuple(problems), tuple((*pair, speed) for pair, speed in pairs.items())
+    )

@@ -25,14 +25,29 @@ from typing import Any
 
 from xscale_launch import attempts, status
 from xscale_launch.agent import PREFLIGHT_FAILED, say
-from xscale_launch.env import RankEnv, environment, integer, mpi_ranks, remove_variables, set_variables, slurm_ranks
+from xscale_launch.env import (
+    RankEnv,
+    environment,
+    integer,
+    mpi_ranks,
+    remove_variables,
+    set_variables,
+    slurm_ranks,
+)
 from xscale_launch.mpi import mpi_preflight
 from xscale_launch.nodes import devices, links
 from xscale_launch.nodes.devices import free_port
 from xscale_launch.nodes.gpu_env import cpus_near_gpu
 from xscale_launch.nodes.worker_environment import worker_environment
 from xscale_launch.status import LaunchError
-from xscale_launch.supervise import PR_SET_PDEATHSIG, Supervisor, Timeouts, Worker, hold_signal, last_lines
+from xscale_launch.supervise import (
+    PR_SET_PDEATHSIG,
+    Supervisor,
+    Timeouts,
+    Worker,
+    hold_signal,
+    last_lines,
+)
 
 MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "MPI_LOCAL", "HYDRA_", "HYDI_")
 COPY_SECONDS = 5.0
@@ -42,12 +57,22 @@ STARTED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 
 def main(argv: Sequence[str]) -> int:
     """Run one worker with the rank that MPI assigned."""
-    parser = argparse.ArgumentParser(prog="python -m xscale_launch.mpi.mpi_rank", allow_abbrev=False)
-    parser.add_argument("--attempt", type=Path, required=True, help="folder for the status files of this attempt")
-    parser.add_argument("--outputs", type=Path, required=True, help="folder for the output of ranks above 0")
+    parser = argparse.ArgumentParser(
+        prog="python -m xscale_launch.mpi.mpi_rank", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--attempt", type=Path, required=True, help="folder for the status files of this attempt"
+    )
+    parser.add_argument(
+        "--outputs", type=Path, required=True, help="folder for the output of ranks above 0"
+    )
     parser.add_argument("--rendezvous", help="host:port, when all ranks are on this host")
     parser.add_argument("--stop-seconds", type=float, default=300.0)
-    parser.add_argument("--plain", action="store_true", help="give the worker no terminal: its output goes to a file")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="give the worker no terminal: its output goes to a file",
+    )
     mpi_preflight.add_arguments(parser)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(list(argv))
@@ -61,16 +86,22 @@ def main(argv: Sequence[str]) -> int:
         return attempts.record_task(options.attempt, None, status.USER_MISTAKE, str(error))
     if problems:
         # Only rank 0 fails: mpirun prints a message for every rank that does.
-        failed = attempts.record_task(options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(problems))
+        failed = attempts.record_task(
+            options.attempt, None, PREFLIGHT_FAILED, "preflight: " + "; ".join(problems)
+        )
         return failed if rank_env.rank == 0 else status.DONE
-    without_mpi = {name: value for name, value in variables.items() if not name.startswith(MPI_VARIABLES)}
+    without_mpi = {
+        name: value for name, value in variables.items() if not name.startswith(MPI_VARIABLES)
+    }
     if "OMP_NUM_THREADS" not in without_mpi:
         without_mpi["OMP_NUM_THREADS"] = str(devices.threads(rank_env.local_world_size))
     log = None if rank_env.rank == 0 else options.outputs / f"rank-{rank_env.rank}.log"
     variables_of_worker = worker_environment(without_mpi, rank_env, options.outputs)
     cpus = cpus_near_gpu(without_mpi, rank_env.local_rank)
     worker = Worker(rank_env.rank, tuple(options.command), variables_of_worker, log, cpus)
-    supervisor = Supervisor([worker], say, Timeouts(stop=options.stop_seconds), pending_signals=pending_signals)
+    supervisor = Supervisor(
+        [worker], say, Timeouts(stop=options.stop_seconds), pending_signals=pending_signals
+    )
     with without_terminal() if options.plain else contextlib.nullcontext():
         outcome = supervisor.run()
     message = f"{socket.gethostname()}: {outcome.cause}"
@@ -103,7 +134,9 @@ def without_terminal() -> Iterator[None]:
         thread.join(COPY_SECONDS)
 
 
-def rank_and_problems(options: argparse.Namespace, variables: Mapping[str, str]) -> tuple[RankEnv, tuple[str, ...]]:
+def rank_and_problems(
+    options: argparse.Namespace, variables: Mapping[str, str]
+) -> tuple[RankEnv, tuple[str, ...]]:
     """Return this rank and the problems that the preflight found."""
     required = mpi_preflight.PreflightOptions(
         options.attempt, options.gpus, options.disk, options.links, options.slowest_link
@@ -115,7 +148,9 @@ def rank_and_problems(options: argparse.Namespace, variables: Mapping[str, str])
         if options.preflight:
             result = mpi_preflight.run_preflight(world, rank_env, variables, required)
             if rank_env.rank == 0 and result.pairs:
-                say(links.summary({(first, second): speed for first, second, speed in result.pairs}))
+                say(
+                    links.summary({(first, second): speed for first, second, speed in result.pairs})
+                )
 
     rank_env = rank_from_mpi(check)
     if rank_env is None:
@@ -124,7 +159,9 @@ def rank_and_problems(options: argparse.Namespace, variables: Mapping[str, str])
     return rank_env, result.problems
 
 
-def rank_from_mpi(before_finalize: Callable[[Any, RankEnv], None] = lambda world, rank_env: None) -> RankEnv | None:
+def rank_from_mpi(
+    before_finalize: Callable[[Any, RankEnv], None] = lambda world, rank_env: None,
+) -> RankEnv | None:
     """Return this rank, agreed over MPI; None if mpi4py is not installed. `before_finalize` may still use MPI."""
     try:
         from mpi4py import MPI
@@ -137,7 +174,9 @@ def rank_from_mpi(before_finalize: Callable[[Any, RankEnv], None] = lambda world
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     names = world.allgather(socket.gethostname())
     rendezvous = world.bcast(rendezvous_address(names) if world.Get_rank() == 0 else None)
-    rank_env = RankEnv(world.Get_rank(), world.Get_size(), node.Get_rank(), node.Get_size(), *rendezvous)
+    rank_env = RankEnv(
+        world.Get_rank(), world.Get_size(), node.Get_rank(), node.Get_size(), *rendezvous
+    )
     before_finalize(world, rank_env)
     MPI.Finalize()
     return rank_env
@@ -147,9 +186,13 @@ def rank_from_variables(variables: Mapping[str, str], rendezvous: str | None) ->
     """Return this rank from the variables that mpirun sets."""
     ranks = mpi_ranks(variables)
     if ranks is None:
-        raise LaunchError("no MPI started this process: use `xscale launch mpi`, which calls mpirun")
+        raise LaunchError(
+            "no MPI started this process: use `xscale launch mpi`, which calls mpirun"
+        )
     if rendezvous is None:
-        raise LaunchError("ranks on several hosts need mpi4py for the rendezvous: pip install mpi4py on each")
+        raise LaunchError(
+            "ranks on several hosts need mpi4py for the rendezvous: pip install mpi4py on each"
+        )
     rank, size, local_rank, local_size = ranks
     host, _, port = rendezvous.rpartition(":")
     on_one_host = (rank, size) if local_size < 0 else (local_rank, local_size)
@@ -162,7 +205,9 @@ def rendezvous_address(names: Sequence[str]) -> tuple[str, int]:
     if other is None:
         return "127.0.0.1", free_port()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, 9))  # sends nothing: the kernel chooses the local address of that route
+        probe.connect(
+            (other, 9)
+        )  # sends nothing: the kernel chooses the local address of that route
         address = str(probe.getsockname()[0])
     return address, free_port("")
 
@@ -189,7 +234,11 @@ def rank_from_launcher(variables: Mapping[str, str]) -> RankEnv | None:
         if rank_env is not None and rank_env.world_size == size:
             return rank_env
         if size > 1 and tasks == 1:
-            why = "mpi4py is not installed" if rank_env is None else "mpi4py uses another MPI than this mpirun"
+            why = (
+                "mpi4py is not installed"
+                if rank_env is None
+                else "mpi4py uses another MPI than this mpirun"
+            )
             raise LaunchError(
                 f"mpirun started {size} processes, but {why}: pip install mpi4py with that MPI in the path, or "
                 "start the run with `xscale launch mpi`"

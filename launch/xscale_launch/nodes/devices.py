@@ -22,13 +22,24 @@ def gpus(variables: Mapping[str, str]) -> int:
     """Count the visible GPUs: `CUDA_VISIBLE_DEVICES` if set, else the output of `nvidia-smi -L`."""
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
+        return len(
+            [name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+        )
     if shutil.which("nvidia-smi") is None:
         return 0
     listed = subprocess.run(
-        ["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", timeout=30, check=False
+        ["nvidia-smi", "-L"],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=30,
+        check=False,
     )
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+    return (
+        sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        if listed.returncode == 0
+        else 0
+    )
 
 
 def threads(processes: int) -> int:

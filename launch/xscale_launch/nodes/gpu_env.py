@@ -35,8 +35,15 @@ def gpu_variables(variables: Mapping[str, str], outputs: Path | None) -> dict[st
     if outputs is not None:
         added["TORCH_FR_DUMP_TEMP_FILE"] = str(outputs / "nccl-trace-rank-")
     if (caches := node_local_caches()) is not None:
-        added |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
-    chosen = [name for name in added if any(known in variables for known in (name, *ALIASES.get(name, ())))]
+        added |= {
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+            "TRITON_CACHE_DIR": str(caches / "triton"),
+        }
+    chosen = [
+        name
+        for name in added
+        if any(known in variables for known in (name, *ALIASES.get(name, ())))
+    ]
     return {name: value for name, value in added.items() if name not in chosen}
 
 
@@ -51,7 +58,9 @@ def node_local_caches() -> Path | None:
         status = folder.lstat()
     except OSError:
         return None
-    private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    private = (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    )
     return folder if private else None
 
 
@@ -65,7 +74,11 @@ def cpus_near_gpu(variables: Mapping[str, str], local_rank: int) -> frozenset[in
     with suppress(OSError, ValueError, IndexError):
         names = visible.split(",") if visible is not None else [str(local_rank)]
         name = names[local_rank if len(names) > 1 else 0].strip()
-        gpus = [gpu for gpu in sorted(GPUS.iterdir(), key=lambda path: path.name.lower()) if may_open(gpu)]
+        gpus = [
+            gpu
+            for gpu in sorted(GPUS.iterdir(), key=lambda path: path.name.lower())
+            if may_open(gpu)
+        ]
         gpu = only_gpu_with_uuid(gpus, name) if name.startswith("GPU-") else gpus[int(name)]
         near = parse_cpu_list((PCI_DEVICES / gpu.name.lower() / "local_cpulist").read_text())
         return near & os.sched_getaffinity(0)
@@ -103,4 +116,6 @@ def driver_field(gpu: Path, name: str) -> str | None:
 def parse_cpu_list(text: str) -> frozenset[int]:
     """Parse the kernel's list of CPUs, such as `0-3,8-11`."""
     spans = [part.partition("-") for part in text.strip().split(",") if part]
-    return frozenset(cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1))
+    return frozenset(
+        cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)
+    )

@@ -57,9 +57,21 @@ def measure(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [NodeProblem(node, f"the all-reduce with the other nodes did not finish within {SECONDS:g} s", fix)]
+        return [
+            NodeProblem(
+                node,
+                f"the all-reduce with the other nodes did not finish within {SECONDS:g} s",
+                fix,
+            )
+        ]
     except OSError as error:
-        return [NodeProblem(node, f"{argv[0]} cannot be started ({error.strerror})", "is it installed on the node?")]
+        return [
+            NodeProblem(
+                node,
+                f"{argv[0]} cannot be started ({error.strerror})",
+                "is it installed on the node?",
+            )
+        ]
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         return [NodeProblem(node, f"the links to the other nodes cannot be measured: {last}", fix)]
@@ -75,7 +87,9 @@ def read_results(folder: Path) -> LinkSpeeds:
             raise ValueError("it has no link")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise LaunchError(f"{path}, the measured bandwidth of the links, cannot be used: {why}; start again") from None
+        raise LaunchError(
+            f"{path}, the measured bandwidth of the links, cannot be used: {why}; start again"
+        ) from None
     return {(first, second): speed for first, second, speed in results.gigabytes_per_second}
 
 

@@ -51,7 +51,12 @@ class NodeCheckResult:
 
 
 def check_node(
-    node: str, rank_env: RankEnv, variables: Mapping[str, str], folder: Path, gpus: int, disk_gigabytes: float
+    node: str,
+    rank_env: RankEnv,
+    variables: Mapping[str, str],
+    folder: Path,
+    gpus: int,
+    disk_gigabytes: float,
 ) -> NodeCheckResult:
     """Run this task's part of the node check of its Slurm step.
 
@@ -68,7 +73,9 @@ def check_node(
     port = rank_env.master_port + 1
     if task > 0:
         try:
-            return NodeCheckResult(tuple(send_report(rank_env.master_addr, port, report, NODE_CHECK_SECONDS)))
+            return NodeCheckResult(
+                tuple(send_report(rank_env.master_addr, port, report, NODE_CHECK_SECONDS))
+            )
         except TimeoutError as error:
             return NodeCheckResult((f"{node}: {error}",))
     nodes: dict[str, preflight.NodeFacts] = {}
@@ -76,7 +83,9 @@ def check_node(
 
     def compare(reports: Sequence[NodeReport]) -> list[str]:
         for received in sorted(reports, key=lambda received: int(received["task"])):
-            facts = preflight.NodeFacts(**{key: value for key, value in received.items() if key != "task"})
+            facts = preflight.NodeFacts(
+                **{key: value for key, value in received.items() if key != "task"}
+            )
             nodes.setdefault(facts.node, facts)
         problems = preflight.find_problems(list(nodes.values()), expected, gpus, disk_gigabytes)
         bad_nodes.update(problem.node for problem in problems)
@@ -89,7 +98,9 @@ def check_node(
     except LaunchError as error:
         return NodeCheckResult((f"{node}: {error}",))
     except OSError as error:
-        return NodeCheckResult((f"{node}: port {port}, derived from the job id, cannot be used ({error.strerror})",))
+        return NodeCheckResult(
+            (f"{node}: port {port}, derived from the job id, cannot be used ({error.strerror})",)
+        )
     return NodeCheckResult(tuple(problems), tuple(sorted(bad_nodes)), tuple(nodes.values()))
 
 

@@ -22,14 +22,30 @@ from typing import Any
 from xscale_launch.command import columns
 from xscale_launch.files import open_run_file, read_run_file, remove_file
 
-PACKAGES = ("torch", "numpy", "pydantic", "triton", "deepspeed", "mpi4py", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "pydantic",
+    "triton",
+    "deepspeed",
+    "mpi4py",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)
 PROBE_BYTES = 32 * 2**20
 CLOCK_SECONDS = 30.0
 """Clocks further apart make logs unreadable and file times lie in the future; a second or two is harmless."""
 WRITE_MEGABYTES_PER_SECOND = 5.0
 LOOPBACK = ("127.0.0.1", "127.0.1.1", "::1")
 """Addresses that installers assign to a machine's own name; others in 127/8 were chosen on purpose."""
-GPU_QUERY = ("index", "name", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "temperature.gpu")
+GPU_QUERY = (
+    "index",
+    "name",
+    "memory.total",
+    "memory.used",
+    "ecc.errors.uncorrected.volatile.total",
+    "temperature.gpu",
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,9 @@ class NodeProblem:
         return f"{self.node}: {self.what}; {self.fix}"
 
 
-def facts(node: str, head: str, folder: Path, code: Path, gpus_required: int, interface: str = "") -> NodeFacts:
+def facts(
+    node: str, head: str, folder: Path, code: Path, gpus_required: int, interface: str = ""
+) -> NodeFacts:
     """Collect the facts of this machine. Takes about a second: `PROBE_BYTES` are written into `folder` and deleted."""
     rows, gpu_fault = _gpus() if gpus_required else ([], "")
     return NodeFacts(
@@ -116,7 +134,9 @@ def write_speed(folder: Path, node: str) -> float:
             block = b"\0" * 2**20
             for _ in range(PROBE_BYTES // len(block)):
                 file.write(block)
-                if time.monotonic() - started > 5:  # so slow that the bytes written so far are enough
+                if (
+                    time.monotonic() - started > 5
+                ):  # so slow that the bytes written so far are enough
                     break
             size = file.tell()
             file.flush()
@@ -141,7 +161,11 @@ def find_problems(
 ) -> list[NodeProblem]:
     """Find every problem of the nodes that reported, and the `expected` nodes that did not."""
     problems = [
-        NodeProblem(node, "did not report in the preflight", "is it up, and can it reach the head node's port?")
+        NodeProblem(
+            node,
+            "did not report in the preflight",
+            "is it up, and can it reach the head node's port?",
+        )
         for node in expected
         if node not in {known.node for known in nodes}
     ]
@@ -160,25 +184,44 @@ def _node_problems(known: NodeFacts, gpus: int, disk_gigabytes: float) -> list[N
         problems.append((f"its clock is {-offset:+.0f} s off the head node's", "start NTP on it"))
     if known.disk_free_gigabytes < disk_gigabytes:
         free = f"{known.disk_free_gigabytes:.1f} GB free, {disk_gigabytes:g} GB are required"
-        problems.append((f"the run folder's disk has {free}", "free some space, or choose another run.dir"))
+        problems.append(
+            (f"the run folder's disk has {free}", "free some space, or choose another run.dir")
+        )
     if known.write_megabytes_per_second == 0:
-        problems.append(("cannot write into the run folder", "is the file system mounted there, and writable?"))
+        problems.append(
+            ("cannot write into the run folder", "is the file system mounted there, and writable?")
+        )
     elif known.write_megabytes_per_second < WRITE_MEGABYTES_PER_SECOND:
         speed = f"{known.write_megabytes_per_second:.1f} MB/s"
         problems.append(
-            (f"writes {speed} into the run folder", "a checkpoint would take hours; choose another run.dir")
+            (
+                f"writes {speed} into the run folder",
+                "a checkpoint would take hours; choose another run.dir",
+            )
         )
     if gpus and known.gpu_fault:
         problems.append((f"its GPUs cannot be queried: {known.gpu_fault}", "is the driver loaded?"))
     elif len(known.gpus) < gpus:
-        problems.append((f"shows {len(known.gpus)} of {gpus} GPUs", "one may have fallen off the bus; drain the node"))
+        problems.append(
+            (
+                f"shows {len(known.gpus)} of {gpus} GPUs",
+                "one may have fallen off the bus; drain the node",
+            )
+        )
     for row in known.gpus:
         errors = row.get("ecc.errors.uncorrected.volatile.total", "0")
         if errors.isdigit() and int(errors) > 0:
-            problems.append((f"GPU {row['index']} has {errors} uncorrected ECC errors", "reset or replace it"))
+            problems.append(
+                (f"GPU {row['index']} has {errors} uncorrected ECC errors", "reset or replace it")
+            )
         used, total = row.get("memory.used", "0"), row.get("memory.total", "0")
         if used.isdigit() and total.isdigit() and int(total) and int(used) > 0.1 * int(total):
-            problems.append((f"GPU {row['index']} has {used} MiB in use already", "another process is running on it"))
+            problems.append(
+                (
+                    f"GPU {row['index']} has {used} MiB in use already",
+                    "another process is running on it",
+                )
+            )
     return [NodeProblem(known.node, what, fix) for what, fix in problems]
 
 
@@ -189,7 +232,9 @@ def _differences(nodes: Sequence[NodeFacts]) -> list[NodeProblem]:
         fix = "correct /etc/hosts, or give the profile an `interface`"
         problems += [
             NodeProblem(
-                known.node, f"its own name resolves to {known.address or 'nothing'}, which no other node can reach", fix
+                known.node,
+                f"its own name resolves to {known.address or 'nothing'}, which no other node can reach",
+                fix,
             )
             for known in nodes
             if known.address in ("", *LOOPBACK) and not known.interface
@@ -199,7 +244,11 @@ def _differences(nodes: Sequence[NodeFacts]) -> list[NodeProblem]:
         values = {node: node_versions.get(name, "none") for node, node_versions in versions.items()}
         majority = statistics.mode(values.values())
         problems += [
-            NodeProblem(node, f"has {name} {value}, the others {majority}", "install the same version on all nodes")
+            NodeProblem(
+                node,
+                f"has {name} {value}, the others {majority}",
+                "install the same version on all nodes",
+            )
             for node, value in values.items()
             if value != majority
         ]
@@ -215,13 +264,29 @@ def table(nodes: Sequence[NodeFacts]) -> str:
     """Format the facts as a table with one line per node."""
     rows = [["NODE", "ADDRESS", "DISK FREE", "WRITES", "GPUS", "PYTHON", "TORCH", "CODE"]]
     for known in nodes:
-        disk, speed = f"{known.disk_free_gigabytes:.0f} GB", f"{known.write_megabytes_per_second:.0f} MB/s"
+        disk, speed = (
+            f"{known.disk_free_gigabytes:.0f} GB",
+            f"{known.write_megabytes_per_second:.0f} MB/s",
+        )
         torch = known.packages.get("torch", "none")
-        rows.append([known.node, known.address, disk, speed, str(len(known.gpus)), known.python, torch, known.code])
+        rows.append(
+            [
+                known.node,
+                known.address,
+                disk,
+                speed,
+                str(len(known.gpus)),
+                known.python,
+                torch,
+                known.code,
+            ]
+        )
     return columns(rows)
 
 
-def find_slow_links(pairs: Mapping[tuple[str, str], float], fraction: float = 0.5) -> list[NodeProblem]:
+def find_slow_links(
+    pairs: Mapping[tuple[str, str], float], fraction: float = 0.5
+) -> list[NodeProblem]:
     """Find nodes whose links (in GB/s) are all below `fraction` of the median link, and other single slow links."""
     if len(pairs) < 2:
         return []
@@ -266,11 +331,17 @@ def _gpus() -> tuple[list[dict[str, str]], str]:
         return [], "nvidia-smi is not installed"
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits"]
     try:
-        listed = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=30, check=False)
+        listed = subprocess.run(
+            query, capture_output=True, text=True, errors="replace", timeout=30, check=False
+        )
     except subprocess.TimeoutExpired:
         return [], "nvidia-smi hangs"
     if listed.returncode:
         lines = (listed.stdout + listed.stderr).strip().splitlines()
         return [], lines[-1] if lines else f"nvidia-smi failed with status {listed.returncode}"
-    rows = [[cell.strip() for cell in line.split(",")] for line in listed.stdout.splitlines() if line.strip()]
+    rows = [
+        [cell.strip() for cell in line.split(",")]
+        for line in listed.stdout.splitlines()
+        if line.strip()
+    ]
     return [dict(zip(GPU_QUERY, row, strict=False)) for row in rows], ""

@@ -11,7 +11,9 @@ from xscale_launch.nodes.gpu_env import gpu_variables
 HOST = "127.0.0.1"
 
 
-def worker_settings(variables: Mapping[str, str], rank_env: RankEnv, outputs: Path | None = None) -> dict[str, str]:
+def worker_settings(
+    variables: Mapping[str, str], rank_env: RankEnv, outputs: Path | None = None
+) -> dict[str, str]:
     """Return the variables that the launcher adds to a worker's environment; the user's own values are kept.
 
     `outputs` is the folder of the workers' logs.
@@ -28,6 +30,8 @@ def worker_settings(variables: Mapping[str, str], rank_env: RankEnv, outputs: Pa
     return added
 
 
-def worker_environment(variables: Mapping[str, str], rank_env: RankEnv, outputs: Path | None = None) -> dict[str, str]:
+def worker_environment(
+    variables: Mapping[str, str], rank_env: RankEnv, outputs: Path | None = None
+) -> dict[str, str]:
     """Return the complete environment of one worker."""
     return {**variables, **worker_settings(variables, rank_env, outputs)}

@@ -50,7 +50,10 @@ class PlanCache:
         cached = load(self._folder, name)
         if cached is None:
             return None
-        self.seconds_ago, self.latest = max(self.seconds_ago, cached.seconds_ago), self._folder / f"{name}.json"
+        self.seconds_ago, self.latest = (
+            max(self.seconds_ago, cached.seconds_ago),
+            self._folder / f"{name}.json",
+        )
         return cached.answer
 
     def store(self, query: Sequence[str], answer: dict[str, Any]) -> None:
@@ -74,7 +77,9 @@ def folder(variables: Mapping[str, str]) -> Path:
 def environment_key(variables: Mapping[str, str]) -> list[Any]:
     """Return everything that an answer depends on besides the query and the config files."""
     specs = [importlib.util.find_spec(name) for name in CODE]
-    roots = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None]
+    roots = [
+        Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None
+    ]
     return [
         str(Path.cwd()),
         variables.get("PYTHONPATH", ""),
@@ -103,13 +108,17 @@ def store(cache: Path, name: str, answer: dict[str, Any]) -> None:
     """Store an answer, unless it depends on a plugin's code. A cache folder that cannot be written is not an error."""
     if answer.get("plugins") or "files" not in answer:
         return
-    entry = CacheEntry(time.time(), {file: _content(Path(file)) for file in answer["files"]}, answer)
+    entry = CacheEntry(
+        time.time(), {file: _content(Path(file)) for file in answer["files"]}, answer
+    )
     try:
         cache.mkdir(parents=True, exist_ok=True)
         part = cache / f"{name}.{time.time_ns()}.part"
         write_run_file(part, json.dumps(asdict(entry)))
         part.replace(cache / f"{name}.json")
-        for old in sorted(cache.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-MAX_ANSWERS]:
+        for old in sorted(cache.glob("*.json"), key=lambda path: path.stat().st_mtime)[
+            :-MAX_ANSWERS
+        ]:
             remove_file(cache, old.name)
     except OSError:
         return

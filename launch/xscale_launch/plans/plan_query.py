@@ -30,7 +30,9 @@ IGNORABLE = {
 RUN_KEY = r"""^run:[ ]*(?:\#.*)?\n  # the section, which may have a comment with its origin
     (?:[ ]+.*\n)*?             # its other keys
     [ ]+{key}:[ ]+(?P<value>'[^']*'|"[^"]*"|.+?)(?=[ ]+\#|[ ]*$)(?P<comment>.*)$"""
-RUN_KEYS = {key: re.compile(RUN_KEY.format(key=key), re.MULTILINE | re.VERBOSE) for key in IGNORABLE}
+RUN_KEYS = {
+    key: re.compile(RUN_KEY.format(key=key), re.MULTILINE | re.VERBOSE) for key in IGNORABLE
+}
 RUN_DIR = RUN_KEYS["dir"]
 """Finds run.dir in a config."""
 COMMENT_COLUMN = 54
@@ -80,7 +82,11 @@ class RunPlan:
     def below(self, name: str) -> "RunPlan":
         """Return the plan of a member of a sweep, whose run folder is a subfolder."""
         folder = self.run_dir / name
-        return replace(self, config=with_settings(self.config, {"dir": str(folder)}, "the sweep"), run_dir=folder)
+        return replace(
+            self,
+            config=with_settings(self.config, {"dir": str(folder)}, "the sweep"),
+            run_dir=folder,
+        )
 
 
 def xscale_command(command: str | None, python: str | None = None) -> tuple[str, ...]:
@@ -126,7 +132,9 @@ def query_plans(
     if cache and len(answers) == len({checked for checked, _ in split}):
         log(f"this config and code were checked {_age(cache.seconds_ago)} ago ({cache.latest})")
     missing = list(dict.fromkeys(checked for checked, _ in split if checked not in answers))
-    for checked, answer in zip(missing, _answers(command, config, missing, options, variables), strict=True):
+    for checked, answer in zip(
+        missing, _answers(command, config, missing, options, variables), strict=True
+    ):
         answers[checked] = answer
         if cache:
             cache.store([*command, "plan", str(config), *checked, *options], answer)
@@ -174,7 +182,9 @@ def with_settings(config: str, settings: Mapping[str, str], origin: str = "comma
         assert line_match is not None, f"the config has no run.{key}:\n{config[:500]}"
         plain = IGNORABLE[key].fullmatch(value)
         line = (
-            f"{key}: {value if plain else json.dumps(value, ensure_ascii=False)}".ljust(COMMENT_COLUMN)
+            f"{key}: {value if plain else json.dumps(value, ensure_ascii=False)}".ljust(
+                COMMENT_COLUMN
+            )
             + f"  # {origin}"
         )
         begin = config.rindex(f"{key}:", line_match.start(), line_match.start("value"))
@@ -195,7 +205,9 @@ def _answers(
     several = len(runs) > 1
     overrides = ("--members", "-") if several else runs[0]
     query = [*command, "plan", str(config), *overrides, *options]
-    output = _run(query, config, variables, json.dumps([list(run) for run in runs]) if several else None)
+    output = _run(
+        query, config, variables, json.dumps([list(run) for run in runs]) if several else None
+    )
     try:
         parsed = decode_json(output, Any)
         answers = parsed if several else [parsed]
@@ -206,7 +218,9 @@ def _answers(
     raise LaunchError(f"`{shlex.join(query)}` printed no plan but:\n{output[-500:]}")
 
 
-def query_run_dir(command: Sequence[str], config: Path, overrides: Sequence[str], variables: Mapping[str, str]) -> Path:
+def query_run_dir(
+    command: Sequence[str], config: Path, overrides: Sequence[str], variables: Mapping[str, str]
+) -> Path:
     """Query the run folder of a config without a check of its layout."""
     query = [*command, "train", str(config), *overrides, "--print-config"]
     output = _run(query, config, variables)
@@ -223,11 +237,19 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _run(argv: Sequence[str], config: Path, variables: Mapping[str, str], stdin: str | None = None) -> str:
+def _run(
+    argv: Sequence[str], config: Path, variables: Mapping[str, str], stdin: str | None = None
+) -> str:
     """Run one query and return its standard output."""
     try:
         done = subprocess.run(
-            argv, env=dict(variables), input=stdin, capture_output=True, text=True, errors="replace", check=False
+            argv,
+            env=dict(variables),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
     except OSError as error:
         raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}") from None
@@ -235,5 +257,7 @@ def _run(argv: Sequence[str], config: Path, variables: Mapping[str, str], stdin:
         raise LaunchError(f"{config} is invalid:\n{done.stderr.strip()}")
     # A run that does not fit has an answer too, which says why.
     if done.returncode not in (status.DONE, status.TOO_LARGE):
-        raise LaunchError(f"`{shlex.join(argv)}` failed with status {done.returncode}:\n{done.stderr.strip()}")
+        raise LaunchError(
+            f"`{shlex.join(argv)}` failed with status {done.returncode}:\n{done.stderr.strip()}"
+        )
     return done.stdout

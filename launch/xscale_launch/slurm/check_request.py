@@ -5,7 +5,14 @@ import re
 from collections.abc import Sequence
 
 from xscale_launch.slurm.job import Job, seconds
-from xscale_launch.slurm.queue import NodeGroup, Partition, accounts, node_groups, partitions, slurm_command
+from xscale_launch.slurm.queue import (
+    NodeGroup,
+    Partition,
+    accounts,
+    node_groups,
+    partitions,
+    slurm_command,
+)
 from xscale_launch.status import LaunchError
 
 
@@ -19,18 +26,27 @@ def cluster_problems(job: Job, user: str) -> list[str]:
 def _accounts(user: str) -> list[str] | None:
     """Return the accounts that the user may charge; None if the cluster has no accounting."""
     try:
-        return accounts(slurm_command("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account"))
+        return accounts(
+            slurm_command("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account")
+        )
     except LaunchError:
         return None
 
 
 def find_problems(
-    job: Job, known: dict[str, Partition], groups: Sequence[NodeGroup], user_accounts: Sequence[str] | None
+    job: Job,
+    known: dict[str, Partition],
+    groups: Sequence[NodeGroup],
+    user_accounts: Sequence[str] | None,
 ) -> list[str]:
     """Find every problem of the job on a cluster with these partitions, node groups and accounts."""
-    requested = job.profile.partition or next((part.name for part in known.values() if part.default), None)
+    requested = job.profile.partition or next(
+        (part.name for part in known.values() if part.default), None
+    )
     if requested is None:
-        return [f"this cluster has no default partition: give --partition, one of {', '.join(known)}"]
+        return [
+            f"this cluster has no default partition: give --partition, one of {', '.join(known)}"
+        ]
     problems: list[str] = []
     for name in requested.split(","):
         if name not in known:
@@ -38,16 +54,31 @@ def find_problems(
             hint = f"did you mean {near[0]}? " if near else ""
             return [f"partition {name!r} does not exist: {hint}choose from {', '.join(known)}"]
         problems.append(
-            _partition(job, known[name], [group for group in groups if group.partition == name], user_accounts)
+            _partition(
+                job,
+                known[name],
+                [group for group in groups if group.partition == name],
+                user_accounts,
+            )
         )
     # With several partitions Slurm uses the first that fits: one without problems is enough.
-    return [] if any(not problem for problem in problems) else [problem for problem in problems if problem]
+    return (
+        []
+        if any(not problem for problem in problems)
+        else [problem for problem in problems if problem]
+    )
 
 
-def _partition(job: Job, partition: Partition, groups: Sequence[NodeGroup], user_accounts: Sequence[str] | None) -> str:
+def _partition(
+    job: Job, partition: Partition, groups: Sequence[NodeGroup], user_accounts: Sequence[str] | None
+) -> str:
     """Return the problems with this partition in one line; empty if groups are none."""
     return "; ".join(
-        [*_limits(job, partition), *_account(job, partition, user_accounts), *_nodes(job, partition, groups)]
+        [
+            *_limits(job, partition),
+            *_account(job, partition, user_accounts),
+            *_nodes(job, partition, groups),
+        ]
     )
 
 
@@ -57,7 +88,9 @@ def _limits(job: Job, partition: Partition) -> list[str]:
     if not partition.up:
         problems.append(f"partition {name} is down")
     if profile.nodes > partition.nodes:
-        problems.append(f"{profile.nodes} nodes are requested, but partition {name} has {partition.nodes}")
+        problems.append(
+            f"{profile.nodes} nodes are requested, but partition {name} has {partition.nodes}"
+        )
     elif profile.nodes > partition.max_nodes:
         problems.append(
             f"{profile.nodes} nodes are requested, but the limit of a job in {name} is {partition.max_nodes}"
@@ -102,20 +135,28 @@ def _nodes(job: Job, partition: Partition, groups: Sequence[NodeGroup]) -> list[
     able = [group for group in groups if group.gpus >= profile.gpus_per_node]
     if groups and not able:
         most = max(group.gpus for group in groups)
-        return [f"{profile.gpus_per_node} GPUs per node are requested, but nodes of {name} have {most}"]
+        return [
+            f"{profile.gpus_per_node} GPUs per node are requested, but nodes of {name} have {most}"
+        ]
     fitting = [group for group in able if group.cpus >= cpus]
     if able and not fitting:
         most = max(group.cpus for group in able)
         return [f"{cpus} CPU cores per node are requested, but nodes of {name} have {most}"]
     memory = megabytes(profile.memory)
     if fitting and memory > (most := max(group.memory_megabytes for group in fitting)):
-        return [f"{profile.memory} of memory per node is requested, but nodes of {name} have {most} MB"]
+        return [
+            f"{profile.memory} of memory per node is requested, but nodes of {name} have {most} MB"
+        ]
     fitting = [group for group in fitting if group.memory_megabytes >= memory]
     if profile.constraint and profile.constraint.isidentifier():
         fit = [group for group in fitting if profile.constraint in group.features]
         if not fit:
-            features = sorted({feature for group in groups for feature in group.features}) or ["none"]
-            return [f"no node of {name} has the feature {profile.constraint}; features are {', '.join(features)}"]
+            features = sorted({feature for group in groups for feature in group.features}) or [
+                "none"
+            ]
+            return [
+                f"no node of {name} has the feature {profile.constraint}; features are {', '.join(features)}"
+            ]
         fitting = fit
     left = sum(group.nodes for group in fitting)
     if left < profile.nodes <= partition.nodes:

@@ -87,9 +87,23 @@ def check_job(job: Job) -> Job:
 def check_texts(job: Job) -> None:
     """Raise `LaunchError` for a text that would change other lines of the script, or that sbatch would misread."""
     profile = job.profile
-    settings = ("partition", "account", "qos", "constraint", "reservation", "memory", "time", "interface", "python")
+    settings = (
+        "partition",
+        "account",
+        "qos",
+        "constraint",
+        "reservation",
+        "memory",
+        "time",
+        "interface",
+        "python",
+    )
     texts = {name: value for name in settings if (value := getattr(profile, name))}
-    paths = {"run.dir": str(job.run), "the working directory": str(job.folder), "the name of the job": job.name}
+    paths = {
+        "run.dir": str(job.run),
+        "the working directory": str(job.folder),
+        "the name of the job": job.name,
+    }
     for what, text in {**texts, **paths}.items():
         check_line(what, text)
         if set(text) & set("\"'\\"):
@@ -99,7 +113,11 @@ def check_texts(job: Job) -> None:
     for node in profile.exclude:
         if not re.fullmatch(r"[A-Za-z0-9_.\[\],-]+", node):
             raise LaunchError(f"exclude: {node!r} is not the name of a node")
-    for what, lines in {"options": profile.options, "modules": profile.modules, "the trainer": job.trainer}.items():
+    for what, lines in {
+        "options": profile.options,
+        "modules": profile.modules,
+        "the trainer": job.trainer,
+    }.items():
         for line in lines:
             check_line(what, line)
     container = profile.container
@@ -153,5 +171,7 @@ def submitted_jobs(run: Path) -> list[SubmittedJob]:
             if jobs and not re.fullmatch(r"\d+(_\d+)?", jobs[-1].id):
                 raise ValueError(f"{jobs[-1].id!r} is not the id of a job")
         except ValueError as error:
-            raise LaunchError(f"{path}:{number} is not a submitted job: {error}; remove that line") from None
+            raise LaunchError(
+                f"{path}:{number} is not a submitted job: {error}; remove that line"
+            ) from None
     return jobs

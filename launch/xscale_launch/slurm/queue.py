@@ -43,11 +43,17 @@ class NodeGroup:
 def slurm_command(*command: str, seconds: float = 60.0) -> str:
     """Run a Slurm command and return its output; raise `LaunchError` with its message when it fails."""
     if shutil.which(command[0]) is None:
-        raise LaunchError(f"{command[0]} is not installed here: run this on a login node of the cluster")
+        raise LaunchError(
+            f"{command[0]} is not installed here: run this on a login node of the cluster"
+        )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"`{' '.join(command)}` did not answer within {seconds:g} s: is slurmctld up?") from None
+        raise LaunchError(
+            f"`{' '.join(command)}` did not answer within {seconds:g} s: is slurmctld up?"
+        ) from None
     if done.returncode:
         raise LaunchError(f"`{' '.join(command)}` failed: {error_text(done.stderr or done.stdout)}")
     return done.stdout
@@ -62,7 +68,11 @@ def error_text(text: str) -> str:
 
 def fields(line: str) -> dict[str, str]:
     """Parse one line of `scontrol show ... -o`: words `Key=value` (a value may contain = but no space)."""
-    return {key: value for key, equals, value in (word.partition("=") for word in line.split()) if equals}
+    return {
+        key: value
+        for key, equals, value in (word.partition("=") for word in line.split())
+        if equals
+    }
 
 
 def partitions(text: str) -> dict[str, Partition]:

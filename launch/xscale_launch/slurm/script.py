@@ -190,7 +190,9 @@ def render(job: Job, *, shown: bool = False) -> str:
     parts.append(FOLDERS)
     parts.append(_site(job))
     address = ADDRESS.format(interface=shlex.quote(profile.interface)) if profile.interface else ""
-    parts.append(RENDEZVOUS.format(base=PORT_BASE, span=PORT_SPAN, stride=PORT_STRIDE, address=address))
+    parts.append(
+        RENDEZVOUS.format(base=PORT_BASE, span=PORT_SPAN, stride=PORT_STRIDE, address=address)
+    )
     parts += [TRAP, _step(job), WAITING]
     numbers = {
         "lost": attempts.NO_REPORT,
@@ -233,7 +235,10 @@ def options(job: Job) -> Iterator[str]:
         ("exclude", ",".join(profile.exclude) or None),
         ("signal", f"USR1@{profile.signal_seconds}"),
         ("open-mode", "append"),
-        ("output", _literal(job.run / "launch" / "output") + ("/%A_%a.log" if job.members else "/%j.log")),
+        (
+            "output",
+            _literal(job.run / "launch" / "output") + ("/%A_%a.log" if job.members else "/%j.log"),
+        ),
         ("chdir", job.folder),
     ]
     yield from (f"--{name}={_quoted(value)}" for name, value in pairs if value is not None)
@@ -255,7 +260,9 @@ def _exclusion(job: Job) -> str:
     head = BAD_NODES.format(preflight=PREFLIGHT_FAILED, kept=kept, excluded=excluded)
     if job.chain:
         return head + CHAIN_EXCLUSION[1:]
-    return head + RESUBMISSION[1:].format(options=' --array="$SLURM_ARRAY_TASK_ID"' if job.members else "")
+    return head + RESUBMISSION[1:].format(
+        options=' --array="$SLURM_ARRAY_TASK_ID"' if job.members else ""
+    )
 
 
 def _quoted(value: object) -> str:
@@ -310,8 +317,12 @@ def _step(job: Job) -> str:
     agent[0] += f" --stop-seconds {stop_seconds(profile.signal_seconds)}"
     if profile.preflight and profile.links and profile.nodes > 1:
         links_command = shlex.join((*job.trainer[:-1], "bench", "links"))
-        agent.append(f"--links {shlex.quote(links_command)} --slowest-link {profile.minimum_link_gigabytes:g}")
-    srun = ['srun --export=ALL --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}']
+        agent.append(
+            f"--links {shlex.quote(links_command)} --slowest-link {profile.minimum_link_gigabytes:g}"
+        )
+    srun = [
+        'srun --export=ALL --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}'
+    ]
     python = shlex.quote(job.python)
     inside = _container(job)
     if profile.container and profile.container.kind == "pyxis":
@@ -333,7 +344,10 @@ def _container(job: Job) -> list[str]:
         return []
     required = [str(job.run), str(job.folder)]
     if container.kind == "pyxis":
-        mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in (*required, *container.mounts)]
+        mounts = [
+            mount if ":" in mount else f"{mount}:{mount}"
+            for mount in (*required, *container.mounts)
+        ]
         return [
             f"--container-image={shlex.quote(container.image)}",
             f"--container-mounts={shlex.quote(','.join(dict.fromkeys(mounts)))}",
@@ -343,7 +357,13 @@ def _container(job: Job) -> list[str]:
     binds = ",".join(dict.fromkeys((*required, *container.mounts)))
     gpu = ["--nv"] if job.profile.gpus_per_node else []
     pwd = f"--pwd {shlex.quote(str(job.folder))}"
-    return [*gpu, f"--bind {shlex.quote(binds)}", pwd, *container.options, shlex.quote(container.image)]
+    return [
+        *gpu,
+        f"--bind {shlex.quote(binds)}",
+        pwd,
+        *container.options,
+        shlex.quote(container.image),
+    ]
 
 
 def script_path(run: Path) -> Path:

@@ -46,20 +46,43 @@ FIELDS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `xscale launch slurm`."""
     command.add_config(parser)
-    parser.add_argument("--cluster", help="profile of clusters.toml; default: the one named by `default`")
-    parser.add_argument("--clusters", type=path_argument, metavar="FILE", help="file with the profiles")
+    parser.add_argument(
+        "--cluster", help="profile of clusters.toml; default: the one named by `default`"
+    )
+    parser.add_argument(
+        "--clusters", type=path_argument, metavar="FILE", help="file with the profiles"
+    )
     for name, kind in FIELDS.items():
         choices = profile.STARTS if name == "start" else None
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, choices=choices, help=f"replaces {name} of the profile"
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            choices=choices,
+            help=f"replaces {name} of the profile",
         )
-    parser.add_argument("--exclude", metavar="NODE,NODE", help="nodes to exclude besides those of the profile")
-    parser.add_argument("--no-requeue", action="store_true", help="never requeue the job automatically")
-    parser.add_argument("--no-preflight", action="store_true", help="skip the preflight check of the nodes")
+    parser.add_argument(
+        "--exclude", metavar="NODE,NODE", help="nodes to exclude besides those of the profile"
+    )
+    parser.add_argument(
+        "--no-requeue", action="store_true", help="never requeue the job automatically"
+    )
+    parser.add_argument(
+        "--no-preflight", action="store_true", help="skip the preflight check of the nodes"
+    )
     parser.add_argument("--name", help="name of the job; default: the name of the run folder")
-    parser.add_argument("--after", metavar="JOB", help="start after this job has ended, with any exit status")
-    parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs that run one after the other")
-    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B", help="one run for each value")
+    parser.add_argument(
+        "--after", metavar="JOB", help="start after this job has ended, with any exit status"
+    )
+    parser.add_argument(
+        "--chain",
+        type=int,
+        default=1,
+        metavar="K",
+        help="submit K jobs that run one after the other",
+    )
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=A,B", help="one run for each value"
+    )
     parser.add_argument(
         "--members",
         type=path_argument,
@@ -67,12 +90,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON: name of each run -> its list of overrides, in place of --sweep",
     )
     parser.add_argument(
-        "--at-once", type=int, default=0, metavar="K", help="maximum number of sweep members that run at the same time"
+        "--at-once",
+        type=int,
+        default=0,
+        metavar="K",
+        help="maximum number of sweep members that run at the same time",
     )
     parser.add_argument(
-        "--with-code", type=path_argument, nargs="+", default=[], help="your own modules to copy into the run folder"
+        "--with-code",
+        type=path_argument,
+        nargs="+",
+        default=[],
+        help="your own modules to copy into the run folder",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the batch script without submitting it")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the batch script without submitting it"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -91,7 +124,9 @@ def run(options: argparse.Namespace) -> int:
     job = check_job(build_job(options, site, top, len(members)))
     plan_problems = dict.fromkeys(problem for plan in plans for problem in plan.problems)
     cluster_problems, cluster_known = check_cluster(job, options.dry_run)
-    configs, deadline_problems = save_deadlines([plan.config for plan in plans], site.signal_seconds)
+    configs, deadline_problems = save_deadlines(
+        [plan.config for plan in plans], site.signal_seconds
+    )
     problems = [*plan_problems, *deadline_problems, *cluster_problems]
     if problems:
         raise LaunchError("not submitted:\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -135,7 +170,9 @@ def sweep_members(options: argparse.Namespace) -> list[sweep.SweepMember]:
         raise LaunchError("--sweep cannot be combined with --members: the file has all runs")
     if options.chain > 1 and (options.sweep or options.members):
         option = "--sweep" if options.sweep else "--members"
-        raise LaunchError(f"--chain cannot be combined with {option}: omit --chain, members are requeued by themselves")
+        raise LaunchError(
+            f"--chain cannot be combined with {option}: omit --chain, members are requeued by themselves"
+        )
     if options.members:
         return sweep.read_members(options.members)
     return sweep.members(options.sweep) if options.sweep else []
@@ -143,7 +180,9 @@ def sweep_members(options: argparse.Namespace) -> list[sweep.SweepMember]:
 
 def chosen_profile(options: argparse.Namespace) -> profile.Profile:
     """Return the profile with the settings of the command line applied."""
-    site = profile.load(profile.find_file(options.clusters, Path.home(), Path.cwd()), options.cluster)
+    site = profile.load(
+        profile.find_file(options.clusters, Path.home(), Path.cwd()), options.cluster
+    )
     settings = {name: value for name in FIELDS if (value := getattr(options, name)) is not None}
     site = dataclasses.replace(site, **settings)
     if options.exclude:
@@ -158,16 +197,26 @@ def chosen_profile(options: argparse.Namespace) -> profile.Profile:
 def gpu_options(site: profile.Profile) -> list[str]:
     """Return the GPU options for `xscale plan`; empty if the profile does not give the GPU."""
     kind = ["--device", site.gpu] if site.gpu else []
-    return kind + (["--memory", f"{site.gpu_memory_gigabytes:g}"] if site.gpu_memory_gigabytes else [])
+    return kind + (
+        ["--memory", f"{site.gpu_memory_gigabytes:g}"] if site.gpu_memory_gigabytes else []
+    )
 
 
 def query_member_plans(
-    options: argparse.Namespace, config: Path, members: Sequence[sweep.SweepMember], processes: int, gpu: Sequence[str]
+    options: argparse.Namespace,
+    config: Path,
+    members: Sequence[sweep.SweepMember],
+    processes: int,
+    gpu: Sequence[str],
 ) -> list[plan_query.RunPlan]:
     """Query the plan of the run, or of each member of a sweep, whose run folders are subfolders of the sweep's."""
     trainer, variables = plan_query.xscale_command(options.xscale), environment()
     if not members:
-        return [plan_query.query_plan(trainer, config, options.overrides, processes, variables, say, gpu)]
+        return [
+            plan_query.query_plan(
+                trainer, config, options.overrides, processes, variables, say, gpu
+            )
+        ]
     runs = [[*options.overrides, *member.overrides] for member in members]
     plans = plan_query.query_plans(trainer, config, runs, processes, variables, say, gpu)
     return [plan.below(member.name) for plan, member in zip(plans, members, strict=True)]
@@ -238,7 +287,12 @@ def sbatch(path: Path, more: Sequence[str]) -> str:
     """Submit a script and return its job id."""
     argv = ["sbatch", "--parsable", *more, str(path)]
     done = subprocess.run(
-        argv, env=for_submission(environment()), capture_output=True, text=True, errors="replace", check=False
+        argv,
+        env=for_submission(environment()),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     if done.returncode:
         raise LaunchError(f"sbatch rejected {path}:\n{done.stderr.strip()}")
@@ -248,7 +302,11 @@ def sbatch(path: Path, more: Sequence[str]) -> str:
 def other_problems(options: argparse.Namespace, site: profile.Profile) -> list[str]:
     """Return the problems of a job besides its config, so that all are reported at once."""
     try:
-        job = check_job(build_job(options, site, Path.cwd(), len(options.sweep) or int(options.members is not None)))
+        job = check_job(
+            build_job(
+                options, site, Path.cwd(), len(options.sweep) or int(options.members is not None)
+            )
+        )
         return [f"  - {line}" for line in check_request.cluster_problems(job, getpass.getuser())]
     except LaunchError as error:
         return [] if shutil.which("scontrol") is None else [f"  - {error}"]
@@ -271,8 +329,12 @@ def test_only(text: str) -> str:
 
 def announce(ids: Sequence[str], run: Path, members: Sequence[Path]) -> None:
     """Print what was submitted and how to watch it."""
-    submitted = f"job {ids[0]}" if len(ids) == 1 else f"jobs {', '.join(ids)}, each after the previous one"
+    submitted = (
+        f"job {ids[0]}" if len(ids) == 1 else f"jobs {', '.join(ids)}, each after the previous one"
+    )
     print(f"submitted {submitted}" + (f", an array of {len(members)} runs" if members else ""))
     for folder in members:
         print(f"  {folder}")
-    print(f"run folder  {run}\nwatch       xscale launch status {run}\n            xscale launch logs {run} --follow")
+    print(
+        f"run folder  {run}\nwatch       xscale launch status {run}\n            xscale launch logs {run} --follow"
+    )

@@ -25,18 +25,26 @@ def members(sweeps: Sequence[str]) -> list[SweepMember]:
         key, equals, text = sweep.partition("=")
         values = _values(text)
         if not equals or not key or not all(values):
-            raise LaunchError(f"--sweep {sweep}: write key=value,value, such as --sweep optimizer.lr=1e-4,3e-4")
+            raise LaunchError(
+                f"--sweep {sweep}: write key=value,value, such as --sweep optimizer.lr=1e-4,3e-4"
+            )
         if len(set(values)) < len(values):
-            raise LaunchError(f"--sweep {sweep} repeats a value: both members would be the same run")
+            raise LaunchError(
+                f"--sweep {sweep} repeats a value: both members would be the same run"
+            )
         axes.append([f"{key}={value}" for value in values])
     keys = [axis[0].partition("=")[0] for axis in axes]
     if len(set(keys)) < len(keys):
         raise LaunchError("--sweep names a key twice: give all its values in one option")
     combinations = [
-        SweepMember(",".join(map(_file_name, combination)), combination) for combination in itertools.product(*axes)
+        SweepMember(",".join(map(_file_name, combination)), combination)
+        for combination in itertools.product(*axes)
     ]
     if len({member.name for member in combinations}) < len(combinations):
-        return [SweepMember(f"{number}-{member.name}", member.overrides) for number, member in enumerate(combinations)]
+        return [
+            SweepMember(f"{number}-{member.name}", member.overrides)
+            for number, member in enumerate(combinations)
+        ]
     return combinations
 
 
@@ -47,12 +55,18 @@ def read_members(file: Path) -> list[SweepMember]:
     except OSError as error:
         raise LaunchError(f"--members {file} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise LaunchError(f'--members {file}: {error}; write {{"name": ["key=value", ...], ...}}') from None
+        raise LaunchError(
+            f'--members {file}: {error}; write {{"name": ["key=value", ...], ...}}'
+        ) from None
     if not data or not all("=" in text for overrides in data.values() for text in overrides):
-        raise LaunchError(f'--members {file}: write {{"name": ["key=value", ...], ...}}, with at least one run')
+        raise LaunchError(
+            f'--members {file}: write {{"name": ["key=value", ...], ...}}, with at least one run'
+        )
     for name in data:
         if _file_name(name) != name or name.startswith("."):
-            raise LaunchError(f"--members {file}: {name!r} is no name of a folder: use letters, digits and . = + -")
+            raise LaunchError(
+                f"--members {file}: {name!r} is no name of a folder: use letters, digits and . = + -"
+            )
     return [SweepMember(name, tuple(overrides)) for name, overrides in data.items()]
 
 

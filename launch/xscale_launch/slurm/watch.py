@@ -29,16 +29,24 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def add_status(parser: argparse.ArgumentParser) -> None:
     """Add the options of `xscale launch status`."""
     add_run(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
 
 
 def add_logs(parser: argparse.ArgumentParser) -> None:
     """Add the options of `xscale launch logs`."""
     add_run(parser)
-    parser.add_argument("--rank", type=int, help="rank whose output is shown; default: the job's output, with rank 0's")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        help="rank whose output is shown; default: the job's output, with rank 0's",
+    )
     parser.add_argument("--member", help="member of a sweep")
     parser.add_argument("--lines", type=int, default=40, help="number of last lines to show")
-    parser.add_argument("--follow", action="store_true", help="follow the output until the job ends")
+    parser.add_argument(
+        "--follow", action="store_true", help="follow the output until the job ends"
+    )
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
@@ -61,13 +69,25 @@ def show_status(options: argparse.Namespace) -> int:
         say(f"the jobs cannot be queried here: {error}")
         return status.DONE
     if options.json:
-        print(json.dumps({"run": str(run), "jobs": jobs, "runs": [asdict(reached) for reached in runs]}))
+        print(
+            json.dumps(
+                {"run": str(run), "jobs": jobs, "runs": [asdict(reached) for reached in runs]}
+            )
+        )
         return status.DONE
     rows = [["JOB", "STATE", "REASON", "NODES", "RUN TIME", "LIMIT", "RESTARTS"]]
     rows += [
-        [str(job[key]) for key in ("id", "state", "reason", "nodes", "run_time", "limit", "restarts")] for job in jobs
+        [
+            str(job[key])
+            for key in ("id", "state", "reason", "nodes", "run_time", "limit", "restarts")
+        ]
+        for job in jobs
     ]
-    no_jobs = "Slurm no longer lists any job of this run" if ids else "no job: the run was started without Slurm"
+    no_jobs = (
+        "Slurm no longer lists any job of this run"
+        if ids
+        else "no job: the run was started without Slurm"
+    )
     print(columns(rows) if jobs else no_jobs)
     print_runs(runs)
     return status.DONE
@@ -132,23 +152,35 @@ class StepMetrics:
 def progress(run: Path) -> RunProgress:
     """Read the last logged step of a run, and its exit status if it has ended."""
     metrics, over = run / "metrics.jsonl", run / "launch" / "over"
-    ended = status.parse_status(read_run_file(over).decode(errors="replace")) if over.is_file() else None
+    ended = (
+        status.parse_status(read_run_file(over).decode(errors="replace"))
+        if over.is_file()
+        else None
+    )
     if over.is_file() and ended is None:
-        raise LaunchError(f"{over} holds no exit status; `xscale launch resume {run}` removes it and resumes")
+        raise LaunchError(
+            f"{over} holds no exit status; `xscale launch resume {run}` removes it and resumes"
+        )
     if metrics.is_file():
         for line in reversed(read_run_file(metrics).splitlines()):
             try:
                 metric: StepMetrics = decode_json(line, StepMetrics)
             except ValueError:  # an incomplete line, being written, or that of an evaluation
                 continue
-            return RunProgress(str(run), metric.step, math.nan if metric.loss is None else metric.loss, ended)
+            return RunProgress(
+                str(run), metric.step, math.nan if metric.loss is None else metric.loss, ended
+            )
     return RunProgress(str(run), status=ended)
 
 
 def folders(run: Path) -> list[Path]:
     """Return the run folder, or those of a sweep's members."""
     members = run / "launch" / "members.txt"
-    return [Path(line) for line in read_run_file(members).decode().splitlines()] if members.is_file() else [run]
+    return (
+        [Path(line) for line in read_run_file(members).decode().splitlines()]
+        if members.is_file()
+        else [run]
+    )
 
 
 def show_logs(options: argparse.Namespace) -> int:
@@ -157,7 +189,9 @@ def show_logs(options: argparse.Namespace) -> int:
     ids = job_ids(run)
     path = log_file(run, ids, options)
     if path is None and not (ids and options.follow):
-        raise LaunchError(f"{run} has no such output yet: is the job still pending? (xscale launch status {run})")
+        raise LaunchError(
+            f"{run} has no such output yet: is the job still pending? (xscale launch status {run})"
+        )
     if len(members := folders(run)) > 1 and options.member is None:
         say(f"showing member {members[0].name} of {len(members)}; choose another with --member")
     if options.follow and not ids:
@@ -210,7 +244,9 @@ def log_file(run: Path, ids: list[str], options: argparse.Namespace) -> Path | N
     if options.member is not None:
         names = [folder.name for folder in members]
         if options.member not in names:
-            raise LaunchError(f"the sweep has no member {options.member!r}; choose from {', '.join(names)}")
+            raise LaunchError(
+                f"the sweep has no member {options.member!r}; choose from {', '.join(names)}"
+            )
         index = names.index(options.member)
     if options.rank:
         path = members[index] / "logs" / f"rank-{options.rank}.log"
@@ -219,13 +255,19 @@ def log_file(run: Path, ids: list[str], options: argparse.Namespace) -> Path | N
         return path if (path := run / "log.txt").is_file() else None
     array = (run / "launch" / "members.txt").is_file()
     names = [f"{job_id}_{index}.log" if array else f"{job_id}.log" for job_id in reversed(ids)]
-    return next((path for name in names if (path := run / "launch" / "output" / name).is_file()), None)
+    return next(
+        (path for name in names if (path := run / "launch" / "output" / name).is_file()), None
+    )
 
 
 def cancel(options: argparse.Namespace) -> int:
     """Cancel every job of the run that has not ended. The workers get SIGTERM first and save."""
     run = options.run.absolute()
-    live = [job for job in queue.known_jobs([entry.id for entry in submitted_jobs(run)]) if job["JobState"] in LIVE]
+    live = [
+        job
+        for job in queue.known_jobs([entry.id for entry in submitted_jobs(run)])
+        if job["JobState"] in LIVE
+    ]
     if not live:
         say(f"{run} has no job in the queue")
         return status.DONE
@@ -240,10 +282,14 @@ def requeue(options: argparse.Namespace) -> int:
     """Requeue the run's running jobs: they save a checkpoint and resume when Slurm starts them again."""
     run = options.run.absolute()
     live = [
-        job for job in queue.known_jobs([entry.id for entry in submitted_jobs(run)]) if job["JobState"] == "RUNNING"
+        job
+        for job in queue.known_jobs([entry.id for entry in submitted_jobs(run)])
+        if job["JobState"] == "RUNNING"
     ]
     if not live:
-        raise LaunchError(f"no job of {run} is running; `xscale launch resume {run}` submits it again")
+        raise LaunchError(
+            f"no job of {run} is running; `xscale launch resume {run}` submits it again"
+        )
     if any(job.get("Requeue") == "0" for job in live):
         raise LaunchError(
             f"jobs of {run} cannot be requeued (a chain, or requeue = false): "
@@ -252,7 +298,9 @@ def requeue(options: argparse.Namespace) -> int:
     for job in live:
         # Only signalled to save: the batch script requeues the job when all workers have saved, whatever KillWait is.
         queue.slurm_command("scancel", "--signal=USR1", job_key(job))
-        print(f"signalled job {summary(job)['id']} to save; it is requeued when all workers have saved")
+        print(
+            f"signalled job {summary(job)['id']} to save; it is requeued when all workers have saved"
+        )
     return status.DONE
 
 

@@ -58,7 +58,15 @@ class CaseReporter:
 
     def figure(self, side: str, **values: Any) -> None:
         """Report one row; fields without a value are left out."""
-        self._send({"row": {"side": side, "status": MEASURED, **{k: v for k, v in values.items() if v is not None}}})
+        self._send(
+            {
+                "row": {
+                    "side": side,
+                    "status": MEASURED,
+                    **{k: v for k, v in values.items() if v is not None},
+                }
+            }
+        )
 
     def failure(self, side: str, error: BaseException) -> None:
         """Report that a side has no figure, and free what the exception holds."""
@@ -79,7 +87,9 @@ class CaseReporter:
             self.failure(side, error)
             return None
 
-    def measure(self, side: str, function: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    def measure(
+        self, side: str, function: Callable[[], Mapping[str, Any]]
+    ) -> Mapping[str, Any] | None:
         """Report the figures that `function` returns as one row, or why there are none."""
         values = self.attempt(side, function)
         if values is not None:

@@ -129,6 +129,8 @@ def choose_jobs(names: Sequence[str]) -> list[GpuJob]:
     """Return the jobs of these ids or names, in their order; all without a name. ConfigError for an unknown one."""
     known = {key: job for job in JOBS for key in (job.id.lower(), job.name)}
     if unknown := [name for name in names if name.lower() not in known]:
-        raise ConfigError("--only", f"there is no job '{unknown[0]}'", nearest(unknown[0], list(known)))
+        raise ConfigError(
+            "--only", f"there is no job '{unknown[0]}'", nearest(unknown[0], list(known))
+        )
     chosen = {known[name.lower()].id for name in names}
     return [job for job in JOBS if not names or job.id in chosen]

@@ -39,11 +39,15 @@ class GpuOptions:
     def check(self) -> None:
         """Raise ConfigError for options that do not fit."""
         if self.seconds < 10:
-            raise ConfigError("--seconds", f"must be at least 10, got {self.seconds:g}", "Give 420 for one call.")
+            raise ConfigError(
+                "--seconds", f"must be at least 10, got {self.seconds:g}", "Give 420 for one call."
+            )
         if self.device not in ("cuda", "cpu"):
             raise ConfigError("--device", f"must be cuda or cpu, got {self.device!r}", "Give cuda.")
         if self.out.exists() and not self.out.is_dir():
-            raise ConfigError("--out", f"{self.out} is not a folder", "Give a folder, which may be new.")
+            raise ConfigError(
+                "--out", f"{self.out} is not a folder", "Give a folder, which may be new."
+            )
         if self.device == "cpu" and not self.toy:
             raise ConfigError("--device", "full sizes take hours on a CPU", "Add --toy.")
 
@@ -56,7 +60,9 @@ class GpuMeasurement:
         self._logs, self._say = work / "logs", say
         self._logs.mkdir()
         self._reported = ""
-        self.results = GpuResults(options.out, {"seconds": options.seconds, "device": options.device, "machine": {}})
+        self.results = GpuResults(
+            options.out, {"seconds": options.seconds, "device": options.device, "machine": {}}
+        )
         worker_options = {
             "device": options.device,
             "toy": options.toy,
@@ -95,7 +101,9 @@ class GpuMeasurement:
             cases = self._ask({"module": job.module}, end)["cases"]
         except (TimeoutError, WorkerEndedError, KeyError) as error:
             self._pool.discard()
-            self._add(job, "all", {"side": "", "status": "not run", "reason": str(error) or "out of time"})
+            self._add(
+                job, "all", {"side": "", "status": "not run", "reason": str(error) or "out of time"}
+            )
             return
         for name, seconds in cases:
             self._run_case(job, name, seconds, end)
@@ -134,7 +142,9 @@ class GpuMeasurement:
             if len(begun) == before:
                 return
 
-    def _follow(self, job: GpuJob, name: str, begun: list[str], seconds: float, end: float) -> dict[str, Any] | None:
+    def _follow(
+        self, job: GpuJob, name: str, begun: list[str], seconds: float, end: float
+    ) -> dict[str, Any] | None:
         """Run the case without the sides in `begun`, to which those that begin are added.
 
         Returns None at its end, and the status and reason of the row for a side that did not end.
@@ -164,7 +174,13 @@ class GpuMeasurement:
     def _add(self, job: GpuJob, case: str, row: Mapping[str, Any]) -> None:
         # A case of several sizes names each in its rows.
         label = row.get("case", case)
-        self.results.add({"job": job.id, "case": label, **{key: value for key, value in row.items() if key != "case"}})
+        self.results.add(
+            {
+                "job": job.id,
+                "case": label,
+                **{key: value for key, value in row.items() if key != "case"},
+            }
+        )
         self._say(line_of(self.results.rows[-1]))
 
 
@@ -180,9 +196,17 @@ def line_of(row: Mapping[str, Any]) -> str:
         if name in row:
             figures.append(f"{row[name]:,.{3 if name == 'milliseconds' else 0}f} {unit}")
     figures += [f"MFU {row['mfu']:.1%}"] if "mfu" in row else []
-    figures += [f"{row['speedup']:.2f}x of {row.get('baseline', 'the baseline')}"] if "speedup" in row else []
+    figures += (
+        [f"{row['speedup']:.2f}x of {row.get('baseline', 'the baseline')}"]
+        if "speedup" in row
+        else []
+    )
     figures += [str(row["note"])] if "note" in row else []
-    text = "  ".join(figures) if row["status"] == "measured" else f"{row['status']}: {row.get('reason', '')}"
+    text = (
+        "  ".join(figures)
+        if row["status"] == "measured"
+        else f"{row['status']}: {row.get('reason', '')}"
+    )
     return f"{row['job']} {row['case']}: {row['side']}  {text}"
 
 

@@ -34,7 +34,10 @@ FIGURES = (
 
 def queue_table() -> str:
     """Return the jobs as a table, and the command of each."""
-    rows = [f"| {job.id} | `{job.name}` | {job.seconds:.0f} | {job.measures} | {job.decides} |" for job in JOBS]
+    rows = [
+        f"| {job.id} | `{job.name}` | {job.seconds:.0f} | {job.measures} | {job.decides} |"
+        for job in JOBS
+    ]
     commands = [
         f"PYTHONPATH=.:kernels:launch python -m xscale bench gpu --only {job.id} "
         f"--seconds {job.seconds + START_SECONDS:.0f} --out out/{job.id}"
@@ -46,11 +49,15 @@ def queue_table() -> str:
 
 def read_results(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """Return the contents of the results files of jobs, the oldest first."""
-    contents = [decode_json(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("gpu-*.json"))]
+    contents = [
+        decode_json(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("gpu-*.json"))
+    ]
     return sorted(contents, key=lambda content: content["machine"].get("date", ""))
 
 
-def newest_rows(contents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def newest_rows(
+    contents: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yield (row, machine) of each measured case and side, of the newest file that has it, for each device."""
     newest: dict[tuple[str, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
     for content in contents:
@@ -74,7 +81,11 @@ def results_table(contents: Sequence[Mapping[str, Any]]) -> str:
         lines += [f"### {device}", "", f"| job | case | side | {' | '.join(heads)} | commit |"]
         lines.append("|---|---|---|" + "--:|" * len(heads) + "---|")
         for row, machine in of_device:
-            cells = [format(row[name], form) if name in row else "" for name, _, form in FIGURES if name in names]
+            cells = [
+                format(row[name], form) if name in row else ""
+                for name, _, form in FIGURES
+                if name in names
+            ]
             entries = [row["job"], row["case"], row["side"], *cells, machine.get("commit", "")]
             lines.append("| " + " | ".join(entries) + " |")
         lines.append("")

@@ -26,7 +26,14 @@ class GpuWorker:
 
     def __init__(self, options: Mapping[str, Any], log: Path, folder: Path) -> None:
         self._events, descriptor = os.pipe()
-        command = [sys.executable, "-u", "-m", "xscale.bench.gpu.worker", str(descriptor), dumps(options)]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "xscale.bench.gpu.worker",
+            str(descriptor),
+            dumps(options),
+        ]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command,

@@ -10,7 +10,9 @@ from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.recipe import Recipe, read
 
-FINE = tuple(f"model.stack.block.ffn.{key}" for key in ("experts=64", "router.top_k=8", "expert.hidden=1408"))
+FINE = tuple(
+    f"model.stack.block.ffn.{key}" for key in ("experts=64", "router.top_k=8", "expert.hidden=1408")
+)
 """Overrides: 64 experts of a quarter of the hidden width, 8 a token, so as many active parameters."""
 TOY = {"width": 64, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 96, "experts": 8}
 """Largest sizes of a toy run."""
@@ -20,7 +22,12 @@ def training_recipe(context: GpuContext, name: str, overrides: Sequence[str] = (
     """Return the recipe of configs/run/NAME.yaml for a few steps on the context's device."""
     folder = context.work / "training"
     places = [f"run.dir={folder}/run", f"data.folder={folder}/data", f"run.device={context.device}"]
-    quiet = ["observe.progress=false", "observe.tensorboard=false", "observe.report=false", "run.fresh=true"]
+    quiet = [
+        "observe.progress=false",
+        "observe.tensorboard=false",
+        "observe.report=false",
+        "run.fresh=true",
+    ]
     recipe, _ = read(ROOT / f"configs/run/{name}.yaml", [*places, *quiet, *overrides])
     data: dict[str, Any] = encode(recipe)
     data["data"]["source"] = {"kind": "text", "paths": [str(path) for path in sources(context)]}
@@ -39,7 +46,11 @@ def training_recipe(context: GpuContext, name: str, overrides: Sequence[str] = (
 
 def sources(context: GpuContext) -> list[Path]:
     """Files of text: xscale's own sources, one document each."""
-    return [ROOT / "xscale/core/*.py"] if context.toy else [ROOT / "xscale/**/*.py", ROOT / "kernels/**/*.py"]
+    return (
+        [ROOT / "xscale/core/*.py"]
+        if context.toy
+        else [ROOT / "xscale/**/*.py", ROOT / "kernels/**/*.py"]
+    )
 
 
 def _limited(value: Any) -> Any:

@@ -27,7 +27,12 @@ class GpuResults:
         self.rows: list[dict[str, Any]] = []
         self.header = dict(header)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("results.json", "logs.tgz", PROFILE, *(file.name for file in folder.glob("J*.png"))):
+        for name in (
+            "results.json",
+            "logs.tgz",
+            PROFILE,
+            *(file.name for file in folder.glob("J*.png")),
+        ):
             remove_file(folder, name)
         self.write()
 
@@ -81,7 +86,9 @@ def plotted_figure(row: Mapping[str, Any]) -> tuple[str, float] | None:
     return None
 
 
-def _plot(job: str, rows: Sequence[Mapping[str, Any]], folder: Path, header: Mapping[str, Any]) -> Path:
+def _plot(
+    job: str, rows: Sequence[Mapping[str, Any]], folder: Path, header: Mapping[str, Any]
+) -> Path:
     """Plot bars, one for each row; rows of different figures stand in different panels."""
     from matplotlib.figure import Figure
 
@@ -91,7 +98,9 @@ def _plot(job: str, rows: Sequence[Mapping[str, Any]], folder: Path, header: Map
         figures.setdefault(name, []).append((f"{row['case']} · {row['side']}", value))
     longest = max(map(len, figures.values()))
     drawing = Figure(figsize=(9 * len(figures), 1.5 + 0.22 * longest), layout="constrained")
-    for axes, (name, bars) in zip(drawing.subplots(1, len(figures), squeeze=False)[0], figures.items(), strict=True):
+    for axes, (name, bars) in zip(
+        drawing.subplots(1, len(figures), squeeze=False)[0], figures.items(), strict=True
+    ):
         axes.barh(range(len(bars)), [value for _, value in bars])
         axes.set_yticks(range(len(bars)), [label[:70] for label, _ in bars], fontsize="x-small")
         axes.invert_yaxis()

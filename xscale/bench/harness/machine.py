@@ -32,7 +32,9 @@ class BenchDevice:
         if device not in ("cpu", "cuda"):
             raise ConfigError("--device", f"must be cpu or cuda, got '{device}'")
         if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("--device", "torch finds no GPU on this machine", "Take --device cpu.")
+            raise ConfigError(
+                "--device", "torch finds no GPU on this machine", "Take --device cpu."
+            )
         if dtype not in DTYPES:
             raise ConfigError("--dtype", f"there is no '{dtype}'", f"Take {' or '.join(DTYPES)}.")
         return cls(torch.device(device), DTYPES[dtype])
@@ -75,7 +77,11 @@ def version(package: str) -> str | None:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return the device's name, the versions of torch, transformers and Python, the commit and the date (UTC)."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     return {
         "device": name,
         "torch": torch.__version__,

@@ -92,7 +92,9 @@ def alternate(
     return Timings(samples)
 
 
-def host_clock(synchronize: Callable[[], object] | None = None) -> Callable[[Callable[[], object]], Sample]:
+def host_clock(
+    synchronize: Callable[[], object] | None = None,
+) -> Callable[[Callable[[], object]], Sample]:
     """A clock of wall and CPU time; `synchronize` waits for the device within the measured time."""
 
     def clock(run: Callable[[], object]) -> Sample:
@@ -117,10 +119,16 @@ def cuda_clock(run: Callable[[], object]) -> Sample:
 
 def clock_of(device: torch.device) -> Callable[[Callable[[], object]], Sample]:
     """The host's clock, which waits for a GPU to finish."""
-    return host_clock(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else host_clock()
+    return (
+        host_clock(lambda: torch.cuda.synchronize(device))
+        if device.type == "cuda"
+        else host_clock()
+    )
 
 
-def time_calls(implementations: Mapping[str, Callable[[], object]], device: str, seconds: float = 1.0) -> Timings:
+def time_calls(
+    implementations: Mapping[str, Callable[[], object]], device: str, seconds: float = 1.0
+) -> Timings:
     """Time calls of each implementation.
 
     The implementations alternate for about `seconds` each, five rounds at least, after two for warm-up.
@@ -157,7 +165,9 @@ def peak_bytes(function: Callable[[], object], device: str) -> int:
         function()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         function()
     results = profile.profiler.kineto_results if profile.profiler is not None else None
     assert results is not None
@@ -176,5 +186,7 @@ def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
     flops = 2 * size**3 / milliseconds({"": lambda: a @ b}, device)[""] * 1e3
     source = torch.randn(2**28 if device == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
-    moved = 2 * source.numel() * 4 / milliseconds({"": lambda: target.copy_(source)}, device)[""] * 1e3
+    moved = (
+        2 * source.numel() * 4 / milliseconds({"": lambda: target.copy_(source)}, device)[""] * 1e3
+    )
     return flops, moved

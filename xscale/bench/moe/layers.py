@@ -43,16 +43,31 @@ class LayerSizes:
     @property
     def shape(self) -> tuple[int, int, int]:
         """[B, T, D]."""
-        rows = next(rows for rows in range(-(-self.tokens // 512), self.tokens + 1) if self.tokens % rows == 0)
+        rows = next(
+            rows
+            for rows in range(-(-self.tokens // 512), self.tokens + 1)
+            if self.tokens % rows == 0
+        )
         return rows, self.tokens // rows, self.width
 
     def check(self, ranks: int) -> list[Problem]:
         """Problems of the command line options."""
-        options = {"--width": self.width, "--hidden": self.inner, "--experts": self.experts, "--tokens": self.tokens}
-        problems = [Problem(name, f"must be at least 1, got {value}") for name, value in options.items() if value < 1]
+        options = {
+            "--width": self.width,
+            "--hidden": self.inner,
+            "--experts": self.experts,
+            "--tokens": self.tokens,
+        }
+        problems = [
+            Problem(name, f"must be at least 1, got {value}")
+            for name, value in options.items()
+            if value < 1
+        ]
         if not problems and not 1 <= self.top_k <= self.experts:
             what = f"top_k={self.top_k} is not between 1 and experts={self.experts}"
-            problems.append(Problem("--top-k", what, f"Take 1 to {self.experts}, or more --experts."))
+            problems.append(
+                Problem("--top-k", what, f"Take 1 to {self.experts}, or more --experts.")
+            )
         if not problems and self.experts % ranks:
             what = f"processes={ranks} does not divide experts={self.experts}"
             problems.append(Problem("--processes", what, "Take a number that divides --experts."))
@@ -70,11 +85,18 @@ class TimedLayer:
     """Name of the layer whose outputs it must match; empty: none."""
 
 
-def topk_moe(sizes: LayerSizes, device: torch.device, dtype: torch.dtype, router_kind: str = "topk") -> Moe:
+def topk_moe(
+    sizes: LayerSizes, device: torch.device, dtype: torch.dtype, router_kind: str = "topk"
+) -> Moe:
     """Mixtral's layer: the router `topk` over gated experts; with `round_robin` each expert gets as many tokens."""
     router = {"kind": router_kind, "top_k": sizes.top_k}
     expert = {"kind": "gated", "hidden": sizes.inner}
-    moe = _build({"kind": "moe", "experts": sizes.experts, "router": router, "expert": expert}, sizes, device, dtype)
+    moe = _build(
+        {"kind": "moe", "experts": sizes.experts, "router": router, "expert": expert},
+        sizes,
+        device,
+        dtype,
+    )
     assert isinstance(moe, Moe)
     return moe
 
@@ -83,7 +105,12 @@ def switch_moe(sizes: LayerSizes, device: torch.device, dtype: torch.dtype) -> M
     """The T5-like layer of its authors: the router `switch` over dense ReLU experts of four times the width."""
     expert = {"kind": "dense", "activation": "relu", "hidden": sizes.hidden or 4 * sizes.width}
     moe = _build(
-        {"kind": "moe", "experts": sizes.experts, "router": {"kind": "switch", "jitter": 0.0}, "expert": expert},
+        {
+            "kind": "moe",
+            "experts": sizes.experts,
+            "router": {"kind": "switch", "jitter": 0.0},
+            "expert": expert,
+        },
         sizes,
         device,
         dtype,
@@ -97,7 +124,9 @@ def dense_ffn(sizes: LayerSizes, device: torch.device, dtype: torch.dtype) -> Ff
     return _build({"kind": "gated", "hidden": sizes.top_k * sizes.inner}, sizes, device, dtype)
 
 
-def _build(data: dict[str, Any], sizes: LayerSizes, device: torch.device, dtype: torch.dtype) -> Ffn:
+def _build(
+    data: dict[str, Any], sizes: LayerSizes, device: torch.device, dtype: torch.dtype
+) -> Ffn:
     length = sizes.shape[1]
     part = FFNS.get(data.pop("kind")).part
     layer: Ffn = part(decode(part.Config, data), Dims(sizes.width, 2, 64, length, causal=True))
@@ -126,7 +155,9 @@ def loop_over_experts(moe: Moe) -> Forward:
         for expert in range(moe.config.experts):
             token, choice = torch.where(experts == expert)
             rows = flat[token]
-            hidden = F.silu(F.linear(rows, moe.experts.gate[expert])) * F.linear(rows, moe.experts.up[expert])
+            hidden = F.silu(F.linear(rows, moe.experts.gate[expert])) * F.linear(
+                rows, moe.experts.up[expert]
+            )
             outputs = F.linear(hidden, moe.experts.down[expert])
             y = y.index_add(0, token, outputs * gates[token, choice, None])
         return y.view(x.shape)
@@ -157,7 +188,9 @@ def transformers_mixtral(moe: Moe, sizes: LayerSizes) -> list[TimedLayer]:
         _copy_into(layer.gate.weight, moe.router.get_parameter("weight"))
         _copy_into(layer.experts.gate_up_proj, torch.cat((moe.experts.gate, moe.experts.up), dim=1))
         _copy_into(layer.experts.down_proj, moe.experts.down)
-        layers.append(TimedLayer(f"transformers Mixtral, {name}", layer, list(layer.parameters()), "xscale"))
+        layers.append(
+            TimedLayer(f"transformers Mixtral, {name}", layer, list(layer.parameters()), "xscale")
+        )
     return layers
 
 

@@ -72,7 +72,9 @@ def phase_steps(moe: Moe, x: Tensor) -> dict[str, Callable[[], object]]:
 
     def all_to_all() -> object:
         leaf = rows.detach().requires_grad_()
-        return _backward(moe.dispatch(leaf, plan.tokens_per_expert, lambda rows, counts, keys: rows), [leaf])
+        return _backward(
+            moe.dispatch(leaf, plan.tokens_per_expert, lambda rows, counts, keys: rows), [leaf]
+        )
 
     def gemm() -> object:
         leaf = received[0].detach().requires_grad_()
@@ -86,17 +88,27 @@ def phase_steps(moe: Moe, x: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def _backward(out: Tensor, inputs: Sequence[Tensor]) -> object:
-    return torch.autograd.grad(out, [tensor for tensor in inputs if tensor.requires_grad], torch.ones_like(out))
+    return torch.autograd.grad(
+        out, [tensor for tensor in inputs if tensor.requires_grad], torch.ones_like(out)
+    )
 
 
 def bench_moe(widths: Sequence[int], sizes: LayerSizes, rounds: int) -> dict[str, Any]:
     """Plain data: for each width the milliseconds of layers and phases, and ratios. Collective."""
     rank_info = read_rank_info()
-    device = torch.device("cuda", rank_info.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    mesh = init_mesh(rank_info, axes.resolve(axes.MeshConfig(ep=rank_info.world), rank_info.world), device, 300.0)
+    device = (
+        torch.device("cuda", rank_info.local_rank)
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+    mesh = init_mesh(
+        rank_info, axes.resolve(axes.MeshConfig(ep=rank_info.world), rank_info.world), device, 300.0
+    )
     group = None if mesh.experts is None else mesh.experts["ep"].get_group()
     try:
-        results = [_bench_width(replace(sizes, width=width), rounds, device, group) for width in widths]
+        results = [
+            _bench_width(replace(sizes, width=width), rounds, device, group) for width in widths
+        ]
     finally:
         leave_process_group()
     return {
@@ -108,29 +120,51 @@ def bench_moe(widths: Sequence[int], sizes: LayerSizes, rounds: int) -> dict[str
     }
 
 
-def _bench_width(sizes: LayerSizes, rounds: int, device: torch.device, group: Any) -> dict[str, Any]:
+def _bench_width(
+    sizes: LayerSizes, rounds: int, device: torch.device, group: Any
+) -> dict[str, Any]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.randn(sizes.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     moe = topk_moe(sizes, device, dtype)
     dense = dense_ffn(sizes, device, dtype)
-    layers = [TimedLayer("dense of equal active FLOPs", as_function(dense, sizes, device), list(dense.parameters()))]
+    layers = [
+        TimedLayer(
+            "dense of equal active FLOPs",
+            as_function(dense, sizes, device),
+            list(dense.parameters()),
+        )
+    ]
     if group is None:
-        layers.append(TimedLayer("loop over experts", loop_over_experts(moe), list(moe.parameters()), "xscale"))
+        layers.append(
+            TimedLayer(
+                "loop over experts", loop_over_experts(moe), list(moe.parameters()), "xscale"
+            )
+        )
         layers += transformers_mixtral(moe, sizes)
     else:
         _shard_experts(moe, group)
     balanced = topk_moe(sizes, device, dtype, "round_robin")
     if group is not None:
         _shard_experts(balanced, group)
-    balanced_layer = TimedLayer(BALANCED, as_function(balanced, sizes, device), list(balanced.parameters()))
-    layers = [TimedLayer("xscale", as_function(moe, sizes, device), list(moe.parameters())), balanced_layer, *layers]
+    balanced_layer = TimedLayer(
+        BALANCED, as_function(balanced, sizes, device), list(balanced.parameters())
+    )
+    layers = [
+        TimedLayer("xscale", as_function(moe, sizes, device), list(moe.parameters())),
+        balanced_layer,
+        *layers,
+    ]
     if group is None:
         switch = switch_moe(sizes, device, dtype)
         if rivals := transformers_switch(switch, sizes):
-            xscale_layer = TimedLayer("xscale, switch", as_function(switch, sizes, device), list(switch.parameters()))
+            xscale_layer = TimedLayer(
+                "xscale, switch", as_function(switch, sizes, device), list(switch.parameters())
+            )
             layers += [xscale_layer, *rivals]
     _check_same_outputs(layers, x)
-    times = median_milliseconds({layer.name: forward_backward(layer, x) for layer in layers}, rounds, device)
+    times = median_milliseconds(
+        {layer.name: forward_backward(layer, x) for layer in layers}, rounds, device
+    )
     split = median_milliseconds(phase_steps(moe, x), rounds, device)
     if group is None:
         split.pop("all-to-all")
@@ -139,7 +173,10 @@ def _bench_width(sizes: LayerSizes, rounds: int, device: torch.device, group: An
         for name in times
         if name not in ("xscale", "xscale, switch")
     }
-    overload = {"xscale": overload_factor(moe, x, group), BALANCED: overload_factor(balanced, x, group)}
+    overload = {
+        "xscale": overload_factor(moe, x, group),
+        BALANCED: overload_factor(balanced, x, group),
+    }
     sections = {"milliseconds": times, "phases": split, "speed": ratios, "overload": overload}
     return {**asdict(sizes), "hidden": sizes.inner, **sections}
 
@@ -161,7 +198,10 @@ def _shard_experts(moe: Moe, group: Any) -> None:
     """Keep this rank's experts, and dispatch rows to all experts by all-to-all."""
     local = moe.config.experts // group.size()
     first = group.rank() * local
-    replace_parameters(moe.experts, lambda name, old: torch.nn.Parameter(old.detach()[first : first + local].clone()))
+    replace_parameters(
+        moe.experts,
+        lambda name, old: torch.nn.Parameter(old.detach()[first : first + local].clone()),
+    )
     substitute(moe, "dispatch", AllToAll(group))
 
 
@@ -218,29 +258,49 @@ def format_table(results: dict[str, Any]) -> str:
             load = "" if factor is None else f"   busiest {busiest} {factor:.2f}x of the mean"
             lines.append(f"  {name:<34}{milliseconds:9.2f} ms{comparison}{load}")
         total = sum(layer["phases"].values())
-        parts = "   ".join(f"{name} {value:.2f} ({value / total:.0%})" for name, value in layer["phases"].items())
+        parts = "   ".join(
+            f"{name} {value:.2f} ({value / total:.0%})" for name, value in layer["phases"].items()
+        )
         lines.append(f"  phases, each by itself, ms: {parts}")
     return "\n".join(lines)
 
 
-TESTS = ("tests/kernels/test_grouped_gemm.py", "tests/kernels/test_permute.py", "tests/nn/moe/test_transformers.py")
+TESTS = (
+    "tests/kernels/test_grouped_gemm.py",
+    "tests/kernels/test_permute.py",
+    "tests/nn/moe/test_transformers.py",
+)
 
 
 def bench(
-    widths: Sequence[int], sizes: LayerSizes, rounds: int, processes: int, *, as_json: bool, record: Path | None
+    widths: Sequence[int],
+    sizes: LayerSizes,
+    rounds: int,
+    processes: int,
+    *,
+    as_json: bool,
+    record: Path | None,
 ) -> int:
     """Run the benchmark; returns the exit status. Raises ConfigError for invalid sizes, or if the tests fail."""
     rank_info = read_rank_info()
-    problems = [problem for width in widths for problem in LayerSizes(width, *_without_width(sizes)).check(processes)]
+    problems = [
+        problem
+        for width in widths
+        for problem in LayerSizes(width, *_without_width(sizes)).check(processes)
+    ]
     if rounds < 1 or processes < 1:
-        raise ConfigError("--rounds" if rounds < 1 else "--processes", "must be at least 1", "Take 1 or more.")
+        raise ConfigError(
+            "--rounds" if rounds < 1 else "--processes", "must be at least 1", "Take 1 or more."
+        )
     if problems:
         raise ConfigError(problems)
     if rank_info.is_single_process:
         require_passing_tests()
         if processes > 1:
             return relaunch_under_torchrun(processes)
-    report_from_rank0(bench_moe(widths, sizes, rounds), format_table, as_json=as_json, record=record)
+    report_from_rank0(
+        bench_moe(widths, sizes, rounds), format_table, as_json=as_json, record=record
+    )
     return EXIT_DONE
 
 
@@ -249,11 +309,24 @@ def require_passing_tests() -> None:
     files = [ROOT / name for name in TESTS]
     if not all(file.is_file() for file in files):
         fix = "Run it in a checkout of the repository."
-        raise ConfigError("bench moe", f"its tests are missing ({files[0]}); not benchmarking without them", fix)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, files)]
+        raise ConfigError(
+            "bench moe", f"its tests are missing ({files[0]}); not benchmarking without them", fix
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *map(str, files),
+    ]
     completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if completed.returncode:
-        raise ConfigError("bench moe", f"tests failed; not benchmarking:\n{completed.stdout[-2000:]}")
+        raise ConfigError(
+            "bench moe", f"tests failed; not benchmarking:\n{completed.stdout[-2000:]}"
+        )
 
 
 def _without_width(sizes: LayerSizes) -> tuple[int | None, int, int, int]:

@@ -20,19 +20,33 @@ from xscale_kernels.select import operators
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    built = argparse.ArgumentParser("xscale bench", description="Operators against baselines, tests first.")
+    built = argparse.ArgumentParser(
+        "xscale bench", description="Operators against baselines, tests first."
+    )
     choices = [*operators(), "ops", "parts"]
     meaning = "ops: all of them; parts: parts of operators that no case shows by itself, as JSON"
-    built.add_argument("operator", choices=choices, metavar="OPERATOR", help=f"{', '.join(operators())}; {meaning}")
-    built.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    built.add_argument(
+        "operator", choices=choices, metavar="OPERATOR", help=f"{', '.join(operators())}; {meaning}"
+    )
+    built.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     built.add_argument(
         "--against",
         default="eager",
         help="baselines: eager, torch, apex, sdpa, flex or an implementation; speed-ups are over the first",
     )
-    built.add_argument("--plot", metavar="DIR", type=Path, help="plot time, memory and fraction of the ceiling")
+    built.add_argument(
+        "--plot", metavar="DIR", type=Path, help="plot time, memory and fraction of the ceiling"
+    )
     built.add_argument("--record", action="store_true", help="write the numbers to kernels/results")
-    built.add_argument("--into", metavar="DIR", type=Path, default=ROOT / "kernels/results", help="folder of --record")
+    built.add_argument(
+        "--into",
+        metavar="DIR",
+        type=Path,
+        default=ROOT / "kernels/results",
+        help="folder of --record",
+    )
     return built
 
 

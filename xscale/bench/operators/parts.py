@@ -22,10 +22,14 @@ from xscale_kernels.select import implementations
 Calls = dict[str, Callable[[], object]]
 
 
-def backward_of_columns(device: str, T: int = 32768, heads: int = 32, K: int = 128, kv_heads: int = 8) -> Calls:
+def backward_of_columns(
+    device: str, T: int = 32768, heads: int = 32, K: int = 128, kv_heads: int = 8
+) -> Calls:
     """Backward over a window, with and without a column that all rows see, with as many and with fewer kv heads."""
     name = "triton" if device == "cuda" else "cpu"
-    module = next(entry for entry in implementations("block_sparse_attention") if entry.name == name)
+    module = next(
+        entry for entry in implementations("block_sparse_attention") if entry.name == name
+    )
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rule = ScoreModifier(K**-0.5, True)
     calls = Calls()
@@ -50,13 +54,20 @@ def accumulation(device: str, N: int = 8192, V: int = 131072, D: int = 4096) -> 
     dtype, calls = torch.bfloat16 if device == "cuda" else torch.float32, Calls()
     total = torch.zeros(V, D, device=device)
     for chunk in (512, 2048, 4096):
-        dlogits, rows = torch.randn(chunk, V, device=device).to(dtype), torch.randn(chunk, D, device=device).to(dtype)
+        dlogits, rows = (
+            torch.randn(chunk, V, device=device).to(dtype),
+            torch.randn(chunk, D, device=device).to(dtype),
+        )
 
-        def added(dlogits: torch.Tensor = dlogits, rows: torch.Tensor = rows, chunk: int = chunk) -> None:
+        def added(
+            dlogits: torch.Tensor = dlogits, rows: torch.Tensor = rows, chunk: int = chunk
+        ) -> None:
             for _ in range(N // chunk):
                 total.add_(torch.mm(dlogits.t(), rows))
 
-        def within(dlogits: torch.Tensor = dlogits, rows: torch.Tensor = rows, chunk: int = chunk) -> None:
+        def within(
+            dlogits: torch.Tensor = dlogits, rows: torch.Tensor = rows, chunk: int = chunk
+        ) -> None:
             for _ in range(N // chunk):
                 torch_private.accumulate_product_(total, dlogits.t(), rows, 1.0)
 
@@ -69,7 +80,11 @@ def accumulation(device: str, N: int = 8192, V: int = 131072, D: int = 4096) -> 
 def part_times() -> dict[str, float]:
     """Return the milliseconds of each part; ConfigError without a GPU."""
     if not torch.cuda.is_available():
-        raise ConfigError("parts", "they are timed on a GPU, and torch finds none", "Run it on a machine with a GPU.")
+        raise ConfigError(
+            "parts",
+            "they are timed on a GPU, and torch finds none",
+            "Run it on a machine with a GPU.",
+        )
     times: dict[str, float] = {}
     for group in (backward_of_columns, accumulation):
         times |= milliseconds(group("cuda"), "cuda")

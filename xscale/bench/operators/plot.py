@@ -29,8 +29,13 @@ def plot(rows: Sequence[BenchmarkRow], folder: Path, device: str) -> list[Path]:
         figure = Figure(figsize=(12, 3.6), layout="constrained")
         for panel, (field, unit) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
             for way in implementations:
-                measured = [row for row in rows if row.way == way and getattr(row, field) is not None]
-                points = sorted((row.at.get(axis, cases.index(row.case)), getattr(row, field)) for row in measured)
+                measured = [
+                    row for row in rows if row.way == way and getattr(row, field) is not None
+                ]
+                points = sorted(
+                    (row.at.get(axis, cases.index(row.case)), getattr(row, field))
+                    for row in measured
+                )
                 panel.plot(*zip(*points, strict=True), marker="o", label=way) if points else None
             panel.set_xlabel(axis)
             panel.set_ylabel(unit)

@@ -64,7 +64,9 @@ def require_passing_tests(operator: str) -> None:
     if torch.cuda.is_available():
         suites += [folder / "test_on_gpu.py", folder / "triton/test_conformance.py"]
         operator_tests += [
-            folder / "triton" / file.name for file in operator_tests if (folder / "triton" / file.name).exists()
+            folder / "triton" / file.name
+            for file in operator_tests
+            if (folder / "triton" / file.name).exists()
         ]
     missing = [file for file in (*suites, *operator_tests) if not file.exists()]
     if missing:
@@ -77,15 +79,23 @@ def require_passing_tests(operator: str) -> None:
         if not files:
             continue
         completed = subprocess.run(
-            [*command, *selection, *map(str, files)], cwd=ROOT, capture_output=True, text=True, check=False
+            [*command, *selection, *map(str, files)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if completed.returncode != 0:
-            raise FailedTestsError(f"tests of {operator} failed; not benchmarking:\n{completed.stdout[-2000:]}")
+            raise FailedTestsError(
+                f"tests of {operator} failed; not benchmarking:\n{completed.stdout[-2000:]}"
+            )
 
 
 def _bench(operator: str) -> ModuleType:
     if operator not in operators():
-        raise ConfigError("OPERATOR", f"there is no operator '{operator}'", nearest(operator, operators()))
+        raise ConfigError(
+            "OPERATOR", f"there is no operator '{operator}'", nearest(operator, operators())
+        )
     return importlib.import_module(f"xscale_kernels.{operator}.cases")
 
 
@@ -143,11 +153,15 @@ def measure_case(
         if name in times:
             says, rate = case.says.get(name, ""), bound / times[name] if bound else None
             speedup = base and base / times[name]
-            row = BenchmarkRow(operator, case.label, name, times[name], against, speedup, memory[name], rate)
+            row = BenchmarkRow(
+                operator, case.label, name, times[name], against, speedup, memory[name], rate
+            )
             tflops, fastest = case.flops / times[name] / 1e9 or None, timings.fastest(name) * 1e3
             rows.append(replace(row, at=case.at, says=says, tflops=tflops, fastest=fastest))
         elif name in failures:
-            row = BenchmarkRow(operator, case.label, name, None, against, None, None, None, failures[name], case.at)
+            row = BenchmarkRow(
+                operator, case.label, name, None, against, None, None, None, failures[name], case.at
+            )
             rows.append(row)
     return rows
 
@@ -157,10 +171,14 @@ def check_baselines(operator: str, against: Sequence[str]) -> None:
     names = {entry.name for entry in implementations(operator)} | BASELINES
     if unknown := [name for name in against if name not in names]:
         what = f"{operator} is not measured against '{unknown[0]}'"
-        raise ConfigError("--against", what, f"There are: {', '.join(sorted(names - {'reference'}))}.")
+        raise ConfigError(
+            "--against", what, f"There are: {', '.join(sorted(names - {'reference'}))}."
+        )
 
 
-def run(operator: str, device: str = "cpu", against: Sequence[str] = ("eager",)) -> list[BenchmarkRow]:
+def run(
+    operator: str, device: str = "cpu", against: Sequence[str] = ("eager",)
+) -> list[BenchmarkRow]:
     """Time every implementation in every case of `operator`, forward and backward, after its tests.
 
     against: baselines; speed-ups are over the first, or over "eager" in cases that lack it. On a GPU the definition
@@ -175,7 +193,9 @@ def run(operator: str, device: str = "cpu", against: Sequence[str] = ("eager",))
     # One case after another is made, so that only one has memory.
     for case in bench.cases(device):
         base = next((name for name in against if name in case.ways), "eager")
-        rows += measure_case(operator, with_compiled(case) if device == "cuda" else case, device, base, limits)
+        rows += measure_case(
+            operator, with_compiled(case) if device == "cuda" else case, device, base, limits
+        )
     return rows
 
 
@@ -191,7 +211,9 @@ def table(rows: Sequence[BenchmarkRow]) -> str:
         lines.append(
             f"{row.case:44} {row.way:10} {row.milliseconds:10.3f} {speedup:>9} {row.megabytes or 0:9.1f} {ceiling:>10}"
         )
-    lines += [f"{way}: {note}" for way, note in {row.way: row.says for row in rows if row.says}.items()]
+    lines += [
+        f"{way}: {note}" for way, note in {row.way: row.says for row in rows if row.says}.items()
+    ]
     return "\n".join(lines)
 
 

@@ -32,7 +32,15 @@ from xscale.parallel.shard.sharded import sharded_parameters
 class XscaleSide:
     """Forward and backward of a step; gradients are where an optimizer reads them."""
 
-    def __init__(self, sizes: ParallelSizes, config: ParallelConfig, mesh: Mesh, *, experts: bool, micros: int) -> None:
+    def __init__(
+        self,
+        sizes: ParallelSizes,
+        config: ParallelConfig,
+        mesh: Mesh,
+        *,
+        experts: bool,
+        micros: int,
+    ) -> None:
         """`micros`: micro-batches per rank and step."""
         self.plan = ParallelPlan(config, PrecisionConfig(), sizes.length)
         with torch.device("meta"):
@@ -45,7 +53,9 @@ class XscaleSide:
         self.batches = [batch_slice(local, micro, micros) for micro in range(micros)]
         if sharding is not None:
             self.batches = [
-                BenchBatch(context.shard_tokens(batch.tokens, sharding), sharding.shard(batch.targets))
+                BenchBatch(
+                    context.shard_tokens(batch.tokens, sharding), sharding.shard(batch.targets)
+                )
                 for batch in self.batches
             ]
 
@@ -63,7 +73,9 @@ class XscaleSide:
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients by parameter name, as local shards or DTensors."""
-        gradients: dict[str, Any] = {sharded.name: sharded.parameter.grad for sharded in sharded_parameters(self.model)}
+        gradients: dict[str, Any] = {
+            sharded.name: sharded.parameter.grad for sharded in sharded_parameters(self.model)
+        }
         return gradients
 
     def clear(self) -> None:
@@ -108,19 +120,38 @@ class ParallelCase:
     def config(self, sizes: ParallelSizes) -> ParallelConfig:
         """Parallel section of a recipe for this case."""
         half = sizes.depth // RANKS
-        pipeline = PipelineConfig(schedule="1f1b", blocks_per_stage=(half,) * RANKS if self.pipeline else None)
-        return ParallelConfig(mesh=self.mesh, context=ContextConfig(style=self.context), pipeline=pipeline)
+        pipeline = PipelineConfig(
+            schedule="1f1b", blocks_per_stage=(half,) * RANKS if self.pipeline else None
+        )
+        return ParallelConfig(
+            mesh=self.mesh, context=ContextConfig(style=self.context), pipeline=pipeline
+        )
 
 
 CASES = {
     "tp": ParallelCase(
-        torch_sides.tensor, "parallelize_module, loss_parallel", axes.MeshConfig(tp=RANKS), repeats=RANKS
+        torch_sides.tensor,
+        "parallelize_module, loss_parallel",
+        axes.MeshConfig(tp=RANKS),
+        repeats=RANKS,
     ),
-    "pp": ParallelCase(torch_sides.pipeline, "PipelineStage, Schedule1F1B", axes.MeshConfig(pp=RANKS), pipeline=True),
-    "cp-ring": ParallelCase(torch_sides.ring, "keys and values gathered, SDPA", axes.MeshConfig(cp=RANKS), "ring"),
-    "cp-ulysses": ParallelCase(torch_sides.ulysses, "all_to_all_single, SDPA", axes.MeshConfig(cp=RANKS), "ulysses"),
+    "pp": ParallelCase(
+        torch_sides.pipeline,
+        "PipelineStage, Schedule1F1B",
+        axes.MeshConfig(pp=RANKS),
+        pipeline=True,
+    ),
+    "cp-ring": ParallelCase(
+        torch_sides.ring, "keys and values gathered, SDPA", axes.MeshConfig(cp=RANKS), "ring"
+    ),
+    "cp-ulysses": ParallelCase(
+        torch_sides.ulysses, "all_to_all_single, SDPA", axes.MeshConfig(cp=RANKS), "ulysses"
+    ),
     "ep": ParallelCase(
-        torch_sides.experts, "all_to_all_single, fully_shard", axes.MeshConfig(dp_shard=RANKS, ep=RANKS), experts=True
+        torch_sides.experts,
+        "all_to_all_single, fully_shard",
+        axes.MeshConfig(dp_shard=RANKS, ep=RANKS),
+        experts=True,
     ),
 }
 
@@ -133,7 +164,13 @@ def bench_parallel(names: Sequence[str], sizes: ParallelSizes, rounds: int) -> d
         for name in names:
             case = CASES[name]
             mesh = init_mesh(rank_info, axes.resolve(case.mesh, rank_info.world), device, 300.0)
-            results.append({"name": name, "torch": case.torch_api, **_bench_case(case, name, sizes, mesh, rounds)})
+            results.append(
+                {
+                    "name": name,
+                    "torch": case.torch_api,
+                    **_bench_case(case, name, sizes, mesh, rounds),
+                }
+            )
     finally:
         leave_process_group()
     return {
@@ -151,7 +188,9 @@ def bench_parallel(names: Sequence[str], sizes: ParallelSizes, rounds: int) -> d
     }
 
 
-def _bench_case(case: ParallelCase, name: str, sizes: ParallelSizes, mesh: Mesh, rounds: int) -> dict[str, Any]:
+def _bench_case(
+    case: ParallelCase, name: str, sizes: ParallelSizes, mesh: Mesh, rounds: int
+) -> dict[str, Any]:
     micros = sizes.sequences // 2 if case.pipeline else 1
     xscale = XscaleSide(sizes, case.config(sizes), mesh, experts=case.experts, micros=micros)
     torch_side = case.torch_side(sizes, mesh)
@@ -177,10 +216,15 @@ def barrier_clock(side: Side) -> Sample:
 
 def check_same_numbers(name: str, xscale: Side, other: Side, repeats: int) -> None:
     """Raise ConfigError if losses or gradients of the sides differ. Collective."""
-    losses = [sum_scalars([float(side.step().detach()) / repeats], torch.device("cpu"))[0] for side in (xscale, other)]
+    losses = [
+        sum_scalars([float(side.step().detach()) / repeats], torch.device("cpu"))[0]
+        for side in (xscale, other)
+    ]
     first, second = xscale.gradients(), other.gradients()
     differences = (
-        [] if abs(losses[0] - losses[1]) <= TOLERANCE * abs(losses[1]) else [f"losses {losses[0]} and {losses[1]}"]
+        []
+        if abs(losses[0] - losses[1]) <= TOLERANCE * abs(losses[1])
+        else [f"losses {losses[0]} and {losses[1]}"]
     )
     if first.keys() != second.keys():
         differences.append(f"gradients of {sorted(first.keys() ^ second.keys())} on one side only")
@@ -190,16 +234,27 @@ def check_same_numbers(name: str, xscale: Side, other: Side, repeats: int) -> No
             differences.append(f"gradient of {key} off by {difference:.2g}")
     xscale.clear()
     other.clear()
-    if reported := [difference for of_rank in all_gather_object(differences) for difference in of_rank]:
-        raise ConfigError("bench parallel", f"{name}: the two sides differ: {'; '.join(reported[:5])}")
+    if reported := [
+        difference for of_rank in all_gather_object(differences) for difference in of_rank
+    ]:
+        raise ConfigError(
+            "bench parallel", f"{name}: the two sides differ: {'; '.join(reported[:5])}"
+        )
 
 
 def _relative_difference(first: Tensor, second: Tensor) -> float:
     """Largest difference over the largest element. Collective if a gradient is a DTensor."""
-    if isinstance(first, DTensor) and not isinstance(second, DTensor) and first.shape != second.shape:
+    if (
+        isinstance(first, DTensor)
+        and not isinstance(second, DTensor)
+        and first.shape != second.shape
+    ):
         # The torch side has local experts only.
         first = first.to_local()
-    full, other = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in (first, second))
+    full, other = (
+        tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for tensor in (first, second)
+    )
     return float((full - other).abs().max() / other.abs().max())
 
 
@@ -223,13 +278,17 @@ def format_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def bench(names: Sequence[str], sizes: ParallelSizes, rounds: int, *, as_json: bool, record: Path | None) -> int:
+def bench(
+    names: Sequence[str], sizes: ParallelSizes, rounds: int, *, as_json: bool, record: Path | None
+) -> int:
     """Run the benchmark; return the exit status. ConfigError for an unknown name, and if the sides' numbers differ."""
     rank_info = read_rank_info()
     known = ", ".join(CASES)
     for name in names:
         if name not in CASES:
-            raise ConfigError("bench parallel", f"there is no '{name}'", f"Take some of {known}; none: all.")
+            raise ConfigError(
+                "bench parallel", f"there is no '{name}'", f"Take some of {known}; none: all."
+            )
     if problems := sizes.check():
         raise ConfigError(problems)
     if rounds < 1:
@@ -237,7 +296,11 @@ def bench(names: Sequence[str], sizes: ParallelSizes, rounds: int, *, as_json: b
     if rank_info.is_single_process:
         return relaunch_under_torchrun(RANKS)
     if rank_info.world != RANKS:
-        raise ConfigError("bench parallel", f"needs {RANKS} processes, got {rank_info.world}", "Start one process.")
+        raise ConfigError(
+            "bench parallel",
+            f"needs {RANKS} processes, got {rank_info.world}",
+            "Start one process.",
+        )
     results = bench_parallel(names or list(CASES), sizes, rounds)
     report_from_rank0(results, format_table, as_json=as_json, record=record)
     return EXIT_DONE

@@ -56,7 +56,11 @@ class ParallelSizes:
         ):
             if value < divisor or value % divisor:
                 problems.append(
-                    Problem(option, f"{value} is not a multiple of {divisor}", f"Take {divisor * 2}, or more.")
+                    Problem(
+                        option,
+                        f"{value} is not a multiple of {divisor}",
+                        f"Take {divisor * 2}, or more.",
+                    )
                 )
         return problems
 
@@ -66,7 +70,9 @@ class ParallelSizes:
         ffn: Ffn.Config = dense
         if experts:
             # The experts of a token together are as wide as the dense layer.
-            ffn = Moe.Config(experts=self.experts, expert=Gated.Config(hidden=self.hidden // self.top_k))
+            ffn = Moe.Config(
+                experts=self.experts, expert=Gated.Config(hidden=self.hidden // self.top_k)
+            )
         block = BlockConfig(mixer=Attention.Config(heads=self.heads), ffn=ffn)
         stack = StackConfig(depth=self.depth, block=block)
         return Decoder.Config(width=self.width, tied=False, position=Learned.Config(), stack=stack)

@@ -28,7 +28,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            linear(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+            linear(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
         )
         out: Tensor = self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return out
@@ -54,8 +55,19 @@ class TorchExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        parts = zip(torch.split(rows, counts), self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
-        return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in parts])
+        parts = zip(
+            torch.split(rows, counts),
+            self.gate.unbind(),
+            self.up.unbind(),
+            self.down.unbind(),
+            strict=True,
+        )
+        return torch.cat(
+            [
+                F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+                for x, gate, up, down in parts
+            ]
+        )
 
 
 class TorchMoe(nn.Module):
@@ -64,7 +76,9 @@ class TorchMoe(nn.Module):
         self.top_k = sizes.top_k
         self.router = nn.Linear(sizes.width, sizes.experts, bias=False)
         self.experts = TorchExperts(sizes.experts, sizes.width, sizes.hidden // sizes.top_k)
-        self.run: Callable[[Tensor, Tensor], Tensor] = lambda rows, counts: self.experts(rows, counts.tolist())
+        self.run: Callable[[Tensor, Tensor], Tensor] = lambda rows, counts: self.experts(
+            rows, counts.tolist()
+        )
         """Rows [M, D] sorted by expert, rows per expert -> outputs [M, D]."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +108,9 @@ class TorchBlock(nn.Module):
     def __init__(self, sizes: ParallelSizes, *, experts: bool) -> None:
         super().__init__()
         self.mixer = TorchSublayer(sizes.width, SelfAttention(sizes.width, sizes.heads))
-        self.ffn = TorchSublayer(sizes.width, TorchMoe(sizes) if experts else SwiGlu(sizes.width, sizes.hidden))
+        self.ffn = TorchSublayer(
+            sizes.width, TorchMoe(sizes) if experts else SwiGlu(sizes.width, sizes.hidden)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.ffn(self.mixer(x))

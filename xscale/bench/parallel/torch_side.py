@@ -20,7 +20,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from xscale.bench.parallel.sizes import RANKS, ParallelSizes, batch_slice
-from xscale.bench.parallel.torch_model import SelfAttention, TorchModel, TorchMoe, build_torch_model, causal
+from xscale.bench.parallel.torch_model import (
+    SelfAttention,
+    TorchModel,
+    TorchMoe,
+    build_torch_model,
+    causal,
+)
 from xscale.mesh.mesh import Mesh
 from xscale.mesh.torch_private import functional_collectives as collectives
 
@@ -55,13 +61,21 @@ def tensor(sizes: ParallelSizes, mesh: Mesh) -> TorchSide:
     }
     for layer in range(sizes.depth):
         block = f"stack.blocks.{layer}"
-        for name in ("mixer.part.q", "mixer.part.k", "mixer.part.v", "ffn.part.gate", "ffn.part.up"):
+        for name in (
+            "mixer.part.q",
+            "mixer.part.k",
+            "mixer.part.v",
+            "ffn.part.gate",
+            "ffn.part.up",
+        ):
             styles[f"{block}.{name}"] = ColwiseParallel()
         for name in ("mixer.part.o", "ffn.part.down"):
             styles[f"{block}.{name}"] = RowwiseParallel()
     parallelize_module(model, mesh.dense["tp"], styles)
     batch = sizes.batch()
-    return TorchSide(model, _step(model, batch.tokens.ids, batch.targets, sizes, inside=loss_parallel))
+    return TorchSide(
+        model, _step(model, batch.tokens.ids, batch.targets, sizes, inside=loss_parallel)
+    )
 
 
 def pipeline(sizes: ParallelSizes, mesh: Mesh) -> TorchSide:
@@ -91,7 +105,11 @@ def pipeline(sizes: ParallelSizes, mesh: Mesh) -> TorchSide:
             schedule.step(target=batch.targets, losses=losses)
         else:
             schedule.step(batch.tokens.ids)
-        return torch.stack(losses).sum().double() * sizes.targets if losses else torch.zeros((), dtype=torch.float64)
+        return (
+            torch.stack(losses).sum().double() * sizes.targets
+            if losses
+            else torch.zeros((), dtype=torch.float64)
+        )
 
     return TorchSide(model, run)
 
@@ -126,7 +144,9 @@ def ulysses(sizes: ParallelSizes, mesh: Mesh) -> TorchSide:
             torch.unflatten(rows, 2, (RANKS, -1)).movedim(2, 0), group
         )  # [R, 3, B, H/R, T/R, K]
         out = causal(*full_sequence.movedim(0, 3).flatten(3, 4))
-        back = _all_to_all(torch.unflatten(out, 2, (RANKS, -1)).movedim(2, 0), group)  # [R, B, H/R, T/R, K]
+        back = _all_to_all(
+            torch.unflatten(out, 2, (RANKS, -1)).movedim(2, 0), group
+        )  # [R, B, H/R, T/R, K]
         return back.movedim(0, 1).flatten(1, 2)
 
     return _context_parallel_side(sizes, mesh, attend)
@@ -149,7 +169,9 @@ def _context_parallel_side(
     rank = mesh.context.rank()
     _fully_shard(model, mesh, set())
     batch, first = sizes.batch(), rank * (sizes.length // RANKS)
-    ids, targets = (tensor.chunk(RANKS, 1)[rank].contiguous() for tensor in (batch.tokens.ids, batch.targets))
+    ids, targets = (
+        tensor.chunk(RANKS, 1)[rank].contiguous() for tensor in (batch.tokens.ids, batch.targets)
+    )
     return TorchSide(model, _step(model, ids, targets, sizes, first=first))
 
 
@@ -163,7 +185,9 @@ def experts(sizes: ParallelSizes, mesh: Mesh) -> TorchSide:
     for module in model.modules():
         if isinstance(module, TorchMoe):
             for name, weight in list(module.experts.named_parameters()):
-                local = weight.detach()[group.rank() * per_rank : (group.rank() + 1) * per_rank].clone()
+                local = weight.detach()[
+                    group.rank() * per_rank : (group.rank() + 1) * per_rank
+                ].clone()
                 setattr(module.experts, name, nn.Parameter(local))
             expert_parameters |= set(module.experts.parameters())
             module.run = _dispatch(module, group)
@@ -183,7 +207,9 @@ def _dispatch(mixture: TorchMoe, group: dist.ProcessGroup) -> Callable[[Tensor, 
         labels = torch.arange(received.shape[1]).repeat(RANKS).repeat_interleave(received.flatten())
         order = labels.argsort(stable=True)
         outputs = mixture.experts(arrived[order], received.sum(0).tolist())
-        returned: Tensor = collectives.all_to_all_single_autograd(outputs[order.argsort()], outgoing, incoming, group)
+        returned: Tensor = collectives.all_to_all_single_autograd(
+            outputs[order.argsort()], outgoing, incoming, group
+        )
         return returned
 
     return run
@@ -192,7 +218,11 @@ def _dispatch(mixture: TorchMoe, group: dist.ProcessGroup) -> Callable[[Tensor, 
 def _fully_shard(model: TorchModel, mesh: Mesh, ignored: set[nn.Parameter]) -> None:
     """FSDP over the data-parallel ranks, with summed gradients."""
     assert mesh.dense is not None
-    options: Any = {"mesh": mesh.dense["dp_shard"], "reshard_after_forward": False, "ignored_params": ignored}
+    options: Any = {
+        "mesh": mesh.dense["dp_shard"],
+        "reshard_after_forward": False,
+        "ignored_params": ignored,
+    }
     for block in model.stack.blocks.values():
         fully_shard(block, **options)
     fully_shard(model, **options)

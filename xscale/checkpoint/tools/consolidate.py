@@ -45,14 +45,22 @@ def consolidate(
     entries = {name: entry for name, entry in reader.entries.items() if name.startswith(only)}
     if not entries:
         known = sorted({name.split(".")[0] + "." for name in reader.entries})
-        raise ConfigError(str(path), f"no tensor's name begins with '{only}'", f"They begin with: {', '.join(known)}")
+        raise ConfigError(
+            str(path),
+            f"no tensor's name begins with '{only}'",
+            f"They begin with: {', '.join(known)}",
+        )
     names = {name: name if keep_prefix else name.removeprefix(only) for name in entries}
     disk, part = Disk("sha256"), out.with_name(f".{out.name}.writing")
     try:
         disk.require(out.parent, sum(entry.size for entry in entries.values()))
         with disk.writing(part) as stream:
             stream.write(
-                _header(entries, names, {"step": str(reader.manifest.step), "config": json.dumps(read_config(path))})
+                _header(
+                    entries,
+                    names,
+                    {"step": str(reader.manifest.step), "config": json.dumps(read_config(path))},
+                )
             )
             for name in entries:
                 tensor = reader.tensor(name)
@@ -65,7 +73,9 @@ def consolidate(
     return disk.written[part]
 
 
-def _header(entries: dict[str, TensorEntry], names: dict[str, str], metadata: dict[str, str]) -> bytes:
+def _header(
+    entries: dict[str, TensorEntry], names: dict[str, str], metadata: dict[str, str]
+) -> bytes:
     """Encode the header of safetensors: its length, then padded JSON with dtype, shape and offsets of each tensor."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0

@@ -63,12 +63,19 @@ def ls(folder: Path) -> list[CheckpointRow]:
     folder = checkpoints_folder(folder)
     rows = [describe(path) for _, path in visible_steps(folder)]
     rows += [
-        CheckpointRow(path, step, "unfinished", f"killed while {state}") for step, state, path in hidden_folders(folder)
+        CheckpointRow(path, step, "unfinished", f"killed while {state}")
+        for step, state, path in hidden_folders(folder)
     ]
     for path in bad_folders(folder):
         note = path / "reason.txt"
-        reason = read_run_file(note).decode(errors="replace").strip() if kind_of(note) == "a file" else ""
-        rows.append(CheckpointRow(path, int(path.name.split("-")[2]), "set aside", reason, _size(path)))
+        reason = (
+            read_run_file(note).decode(errors="replace").strip()
+            if kind_of(note) == "a file"
+            else ""
+        )
+        rows.append(
+            CheckpointRow(path, int(path.name.split("-")[2]), "set aside", reason, _size(path))
+        )
     return sorted(rows, key=lambda row: (row.step, row.path.name))
 
 
@@ -80,7 +87,9 @@ def show(path: Path) -> CheckpointDetails:
     state, config = read_state(path), read_config(path)
     entries = CheckpointReader(path, verify=False).entries
     tensors = [
-        TensorRow(name, entry.shape, str(entry.dtype).removeprefix("torch."), entry.size, entry.boxes)
+        TensorRow(
+            name, entry.shape, str(entry.dtype).removeprefix("torch."), entry.size, entry.boxes
+        )
         for name, entry in entries.items()
     ]
     return CheckpointDetails(describe(path), state, config, tensors)
@@ -90,13 +99,20 @@ def verify(path: Path) -> list[CheckpointRow]:
     """Verify the hash of every file of the checkpoint at `path`, or of all checkpoints of a run."""
     if is_checkpoint(path):
         return [describe(path, hashes=True)]
-    rows = [describe(step_path, hashes=True) for _, step_path in reversed(visible_steps(checkpoints_folder(path)))]
+    rows = [
+        describe(step_path, hashes=True)
+        for _, step_path in reversed(visible_steps(checkpoints_folder(path)))
+    ]
     if not rows:
-        raise ConfigError(str(path), "there is no checkpoint in it", "Give the folder of a run that has saved.")
+        raise ConfigError(
+            str(path), "there is no checkpoint in it", "Give the folder of a run that has saved."
+        )
     return rows
 
 
-def prune(folder: Path, keep_last: int | None, keep_every: int | None, *, bad_too: bool, dry: bool) -> list[Path]:
+def prune(
+    folder: Path, keep_last: int | None, keep_every: int | None, *, bad_too: bool, dry: bool
+) -> list[Path]:
     """Delete the checkpoints that retention does not keep, and with `bad_too` those that were set aside.
 
     Returns the deleted paths, or with `dry` those that would be deleted. The newest one whose hashes are right is kept.
@@ -118,7 +134,9 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None, *, bad_to
 def describe(path: Path, hashes: bool = False) -> CheckpointRow:
     """Describe one checkpoint; with `hashes`, verify the content of its files."""
     if not path.is_dir():
-        raise ConfigError(str(path), "there is no such folder", "Give the folder of a checkpoint (step-...).")
+        raise ConfigError(
+            str(path), "there is no such folder", "Give the folder of a checkpoint (step-...)."
+        )
     step = step_of(path)
     try:
         stored = manifest.read(path)
@@ -129,13 +147,17 @@ def describe(path: Path, hashes: bool = False) -> CheckpointRow:
         what = error.what if isinstance(error, CheckpointError) else error.problems[0].what
         return CheckpointRow(path, step or 0, "bad", what, _size(path))
     when = (path / MANIFEST).stat().st_mtime
-    return CheckpointRow(path, stored.step, "good", "", stored.size, when, stored.world, stored.written_by)
+    return CheckpointRow(
+        path, stored.step, "good", "", stored.size, when, stored.world, stored.written_by
+    )
 
 
 def checkpoints_folder(path: Path) -> Path:
     """Return `path` or, for a run folder, the folder of its checkpoints."""
     if not path.is_dir():
-        raise ConfigError(str(path), "there is no such folder", "Give a run.dir, or a folder of checkpoints.")
+        raise ConfigError(
+            str(path), "there is no such folder", "Give a run.dir, or a folder of checkpoints."
+        )
     return path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
 
 
@@ -148,13 +170,21 @@ def find_checkpoint(path: Path, *, step: int | None = None, strict: bool = False
     """Return `path` or, for a run folder, its newest good checkpoint, or that of `step`: as `find_to_read`."""
     if is_checkpoint(path):
         if step is not None and step != step_of(path):
-            raise ConfigError("--step", f"{path} is one checkpoint, of another step", "Give the folder of its run.")
+            raise ConfigError(
+                "--step",
+                f"{path} is one checkpoint, of another step",
+                "Give the folder of its run.",
+            )
         return path
     from xscale.checkpoint.search import find_to_read
 
     newest = find_to_read(checkpoints_folder(path), step=step, strict=strict)
     if newest.path is None:
-        raise ConfigError(str(path), "there is no good checkpoint in it", "`xscale checkpoint ls` shows what there is.")
+        raise ConfigError(
+            str(path),
+            "there is no good checkpoint in it",
+            "`xscale checkpoint ls` shows what there is.",
+        )
     return newest.path
 
 
@@ -192,12 +222,16 @@ class Difference:
 
     @property
     def none(self) -> bool:
-        return not (self.only_first or self.only_second or self.tensors or self.config or self.state)
+        return not (
+            self.only_first or self.only_second or self.tensors or self.config or self.state
+        )
 
 
 def diff(first: Path, second: Path, *, only: str = "", verify: bool = True) -> Difference:
     """Compare two checkpoints (or the newest of two runs), one tensor at a time; `only`: prefix of the names."""
-    left, right = (CheckpointReader(find_checkpoint(path), verify=verify) for path in (first, second))
+    left, right = (
+        CheckpointReader(find_checkpoint(path), verify=verify) for path in (first, second)
+    )
     names = [name for name in left.entries if name.startswith(only)]
     tensors = [_compare(name, left, right) for name in names if name in right.entries]
     return Difference(
@@ -236,6 +270,8 @@ def leaves(first: Any, second: Any, path: str = "") -> list[tuple[str, Any, Any]
     if isinstance(first, dict) and isinstance(second, dict):
         differences = []
         for key in [*first, *(key for key in second if key not in first)]:
-            differences += leaves(first.get(key), second.get(key), f"{path}.{key}" if path else str(key))
+            differences += leaves(
+                first.get(key), second.get(key), f"{path}.{key}" if path else str(key)
+            )
         return differences
     return [] if first == second else [(path, first, second)]

@@ -24,10 +24,16 @@ def ls(folder: Path, *, as_json: bool = False, say: Say = print) -> int:
     if not rows:
         say(f"{folder}: no checkpoints")
     for row in rows:
-        when = "" if row.written is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.written))
+        when = (
+            ""
+            if row.written is None
+            else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.written))
+        )
         ranks = "" if row.world is None else f"{row.world} rank{'s' if row.world > 1 else ''}"
         tail = row.reason or row.written_by
-        say(f"{row.step:>9}  {row.status:<10} {format_bytes(row.size):>10}  {ranks:<9} {when:<19}  {tail}".rstrip())
+        say(
+            f"{row.step:>9}  {row.status:<10} {format_bytes(row.size):>10}  {ranks:<9} {when:<19}  {tail}".rstrip()
+        )
     return EXIT_DONE
 
 
@@ -40,13 +46,17 @@ def show(path: Path, *, only: str = "", as_json: bool = False, say: Say = print)
         say(_json(asdict(shown)))
         return EXIT_DONE
     row = shown.row
-    say(f"{row.path}: step {row.step}, {row.status}, {format_bytes(row.size)}, {row.world} ranks, {row.written_by}")
+    say(
+        f"{row.path}: step {row.step}, {row.status}, {format_bytes(row.size)}, {row.world} ranks, {row.written_by}"
+    )
     say(f"state: {json.dumps(shown.state)}")
     tensors = [tensor for tensor in shown.tensors if tensor.name.startswith(only)]
     name_width = max((len(tensor.name) for tensor in tensors), default=0)
     for tensor in tensors:
         shape = "x".join(str(size) for size in tensor.shape) or "scalar"
-        say(f"{tensor.name:<{name_width}}  {tensor.dtype:<9} {shape:<18} {format_bytes(tensor.size):>10}")
+        say(
+            f"{tensor.name:<{name_width}}  {tensor.dtype:<9} {shape:<18} {format_bytes(tensor.size):>10}"
+        )
     say(f"{len(tensors)} tensors, {format_bytes(sum(tensor.size for tensor in tensors))}")
     return EXIT_DONE
 
@@ -60,11 +70,15 @@ def verify(path: Path, *, as_json: bool = False, say: Say = print) -> int:
         say(_json([asdict(row) for row in rows]))
     else:
         for row in rows:
-            say(f"{row.path}: {row.status}, {format_bytes(row.size)}{': ' + row.reason if row.reason else ''}")
+            say(
+                f"{row.path}: {row.status}, {format_bytes(row.size)}{': ' + row.reason if row.reason else ''}"
+            )
     return EXIT_DONE if all(row.status == "good" for row in rows) else EXIT_FAULT
 
 
-def diff(first: Path, second: Path, *, only: str = "", as_json: bool = False, say: Say = print) -> int:
+def diff(
+    first: Path, second: Path, *, only: str = "", as_json: bool = False, say: Say = print
+) -> int:
     """Print the differences; exit status 1 if there are any, as for `diff`."""
     from xscale.checkpoint.tools import tools
 
@@ -112,7 +126,9 @@ def prune(
     return EXIT_DONE
 
 
-def consolidate(path: Path, out: Path, *, only: str = "model.", keep_prefix: bool = False, say: Say = print) -> int:
+def consolidate(
+    path: Path, out: Path, *, only: str = "model.", keep_prefix: bool = False, say: Say = print
+) -> int:
     """Merge the shards of a checkpoint into one safetensors file."""
     from xscale.checkpoint import manifest
     from xscale.checkpoint.tools import consolidate as consolidation
@@ -120,7 +136,9 @@ def consolidate(path: Path, out: Path, *, only: str = "model.", keep_prefix: boo
 
     path = find_checkpoint(path)
     digest = consolidation.consolidate(path, out, only=only, keep_prefix=keep_prefix)
-    say(f"{out}: step {manifest.read(path).step}, {format_bytes(digest.size)}, SHA-256 {digest.value}")
+    say(
+        f"{out}: step {manifest.read(path).step}, {format_bytes(digest.size)}, SHA-256 {digest.value}"
+    )
     return EXIT_DONE
 
 

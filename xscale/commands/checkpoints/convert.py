@@ -11,11 +11,17 @@ HF, UNIVERSAL, MEGATRON = "hf", "deepspeed-universal", "megatron"
 def check_format(option: str, name: str) -> None:
     """Raise ConfigError if the format is unknown, or if the library that it needs is not installed."""
     if name not in (HF, UNIVERSAL, MEGATRON):
-        raise ConfigError(option, f"unknown format '{name}'", f"Choose {HF}, {UNIVERSAL} or {MEGATRON}.")
+        raise ConfigError(
+            option, f"unknown format '{name}'", f"Choose {HF}, {UNIVERSAL} or {MEGATRON}."
+        )
     if name == HF and find_spec("transformers") is None:
-        raise ConfigError(option, "the transformers library is not installed", "pip install 'transformers>=5.0'")
+        raise ConfigError(
+            option, "the transformers library is not installed", "pip install 'transformers>=5.0'"
+        )
     if name == MEGATRON and (find_spec("megatron") is None or find_spec("megatron.core") is None):
-        raise ConfigError(option, "megatron-core is not installed", "pip install 'megatron-core>=0.16,<0.17'")
+        raise ConfigError(
+            option, "megatron-core is not installed", "pip install 'megatron-core>=0.16,<0.17'"
+        )
 
 
 def export_checkpoint(
@@ -34,7 +40,9 @@ def export_checkpoint(
     """
     check_format("--to", to)
     if architecture and to != HF:
-        raise ConfigError("--architecture", f"'{to}' has only one architecture", f"Omit it, or use --to {HF}.")
+        raise ConfigError(
+            "--architecture", f"'{to}' has only one architecture", f"Omit it, or use --to {HF}."
+        )
     if ema and to == UNIVERSAL:
         what = f"'{to}' has the states of the optimizer, which are those of the weights"
         raise ConfigError("--ema", what, f"Omit it, or use --to {HF} or --to {MEGATRON}.")
@@ -64,7 +72,12 @@ def export_checkpoint(
 
 
 def import_checkpoint(
-    source: Path, run: Path, config: Path | None, overrides: list[str], origin: str, tolerance: float
+    source: Path,
+    run: Path,
+    config: Path | None,
+    overrides: list[str],
+    origin: str,
+    tolerance: float,
 ) -> int:
     """Create the run folder `run` from `source`, which is in the format `origin`; the exit status."""
     check_format("--from", origin)

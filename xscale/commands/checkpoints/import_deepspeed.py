@@ -14,7 +14,12 @@ from xscale.settings.settings import build_on_meta
 
 
 def import_universal(
-    source: Path, run: Path, config: Path | None, overrides: list[str], *, say: Callable[[str], None] = print
+    source: Path,
+    run: Path,
+    config: Path | None,
+    overrides: list[str],
+    *,
+    say: Callable[[str], None] = print,
 ) -> int:
     """Create `run`, at step 0, from the weights and optimizer states in `source`; the exit status.
 
@@ -22,13 +27,19 @@ def import_universal(
     """
     require_no_run(run)
     if config is None:
-        raise ConfigError("CONFIG", "a universal checkpoint does not describe its model", "Give the run's config.")
+        raise ConfigError(
+            "CONFIG", "a universal checkpoint does not describe its model", "Give the run's config."
+        )
     universal = read_universal(source)
     settings = read(config, [*overrides, f"run.dir={run}"])[0]
     vocabulary = _vocabulary(settings, universal, source)
     _check(build_on_meta(settings, vocabulary), settings, universal, source)
     path = create_run(
-        settings, model_from_weights(settings, vocabulary, universal.weights), run, universal.states, universal.step
+        settings,
+        model_from_weights(settings, vocabulary, universal.weights),
+        run,
+        universal.states,
+        universal.step,
     )
     say(f"{path}: the weights and their states after {universal.step} steps, bit for bit")
     return EXIT_DONE
@@ -36,13 +47,19 @@ def import_universal(
 
 def _vocabulary(settings: Recipe, universal: UniversalCheckpoint, source: Path) -> int:
     for name, axes in parameter_axes(build_on_meta(settings, 64)).items():
-        if "vocab" in axes and name in universal.weights and len(axes) == universal.weights[name].dim():
+        if (
+            "vocab" in axes
+            and name in universal.weights
+            and len(axes) == universal.weights[name].dim()
+        ):
             return universal.weights[name].shape[axes.index("vocab")]
     what = "it has no embedding with the name in this config's model"
     raise ConfigError(str(source), what, "Give the config that it was trained with.")
 
 
-def _check(model: nn.Module, settings: Recipe, universal: UniversalCheckpoint, source: Path) -> None:
+def _check(
+    model: nn.Module, settings: Recipe, universal: UniversalCheckpoint, source: Path
+) -> None:
     fix = "Give the config that it was trained with; parameters are matched by name."
     parameters = dict(model.named_parameters())
     if lacking := [name for name in parameters if name not in universal.weights]:
@@ -50,11 +67,15 @@ def _check(model: nn.Module, settings: Recipe, universal: UniversalCheckpoint, s
     # A tied weight has two names in DeepSpeed.
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if unknown := [name for name in universal.weights if name not in known]:
-        raise ConfigError(str(source), f"it has {unknown[0]}, which the model lacks ({len(unknown)} in all)", fix)
+        raise ConfigError(
+            str(source), f"it has {unknown[0]}, which the model lacks ({len(unknown)} in all)", fix
+        )
     for name, parameter in parameters.items():
         if parameter.shape != universal.weights[name].shape:
             shape, shape_there = list(parameter.shape), list(universal.weights[name].shape)
-            raise ConfigError(str(source), f"{name} has shape {shape_there}, the model has {shape}", fix)
+            raise ConfigError(
+                str(source), f"{name} has shape {shape_there}, the model has {shape}", fix
+            )
     kind = settings.optimizer.kind
     if any(universal.states.values()) and kind != "adamw":
         what = f"its states are AdamW's, but the config's optimizer is '{kind}'"

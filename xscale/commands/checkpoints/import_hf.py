@@ -43,7 +43,11 @@ def import_run(
     converted = import_model(source, sentence_head=has_classes)
     if has_classes and "sentence_head" not in converted.model:
         what = f"it has no head for the classes of sequences that objective '{base.objective.kind}' has"
-        raise ConfigError(str(source), what, "Take objective=masked, or init.from, with which the head may be new.")
+        raise ConfigError(
+            str(source),
+            what,
+            "Take objective=masked, or init.from, with which the head may be new.",
+        )
     compared = converted.comparison
     for name in converted.ignored_tensors:
         say(f"ignored: {name}")
@@ -84,7 +88,9 @@ def _settings(
         data["sequence_length"] = converted.sizes.length
     elif base.data.sequence_length > converted.sizes.length:
         what = f"{base.data.sequence_length} exceeds the model's maximum of {converted.sizes.length} tokens"
-        raise ConfigError("data.sequence_length", what, f"Set it to at most {converted.sizes.length}.")
+        raise ConfigError(
+            "data.sequence_length", what, f"Set it to at most {converted.sizes.length}."
+        )
     tokenizer = restore_tokenizer(source, run)
     if tokenizer is None:
         tokenizer, message = import_tokenizer(source, run, converted.sizes.vocabulary)
@@ -92,6 +98,8 @@ def _settings(
     settings = encode(base) | {"model": encode(model), "run": encode(changes["run"])}
     settings["data"] = settings["data"] | data | ({"tokenizer": tokenizer} if tokenizer else {})
     if config is None:
-        settings["objective"] = {"kind": converted.architecture.objective or OBJECTIVE[str(model.kind)]}
+        settings["objective"] = {
+            "kind": converted.architecture.objective or OBJECTIVE[str(model.kind)]
+        }
     decoded = decode(Recipe, settings)
     return decoded, open_tokenizer(decoded.data) if tokenizer else None

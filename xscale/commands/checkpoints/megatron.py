@@ -50,9 +50,12 @@ ARCHITECTURE_ARGUMENTS = (
 FORMAT_FILE = "metadata.json"
 """The library's file that names the format of the others."""
 FORMAT_FIX = (
-    f"Give a folder that {LIBRARY}'s dist_checkpointing.save wrote (it has {FORMAT_FILE}), such as iter_0000100."
+    f"Give a folder that {LIBRARY}'s dist_checkpointing.save wrote "
+    f"(it has {FORMAT_FILE}), such as iter_0000100."
 )
-WEIGHTS_ONLY = "weights only: without optimizer states and training settings (dropout, router losses)"
+WEIGHTS_ONLY = (
+    "weights only: without optimizer states and training settings (dropout, router losses)"
+)
 
 
 def export_megatron(
@@ -71,12 +74,16 @@ def export_megatron(
     """
     path = find_checkpoint(path)
     if out.exists():
-        raise ConfigError(str(out), "the folder already exists", "Give another folder, or delete it.")
+        raise ConfigError(
+            str(out), "the folder already exists", "Give another folder, or delete it."
+        )
     opened, config = (AverageReader if ema else CheckpointReader)(path), read_config(path)
     model = model_of(config["model"])
     if "model.embed.table.weight" not in opened.entries:
         raise ConfigError("model", f"{LIBRARY} does not support {model.kind}", "decoder would map.")
-    sizes = ModelSizes(opened.entries["model.embed.table.weight"].shape[0], config["data"]["sequence_length"])
+    sizes = ModelSizes(
+        opened.entries["model.embed.table.weight"].shape[0], config["data"]["sequence_length"]
+    )
     arguments, mapping = gpt_model_arguments(model, sizes), weights(model)
     check_complete(opened, mapping)
     tokenizer = tokenizer_of(path, config["data"])
@@ -88,12 +95,18 @@ def export_megatron(
             gpt = build(arguments)
             fill(gpt, dict(to_external(opened, mapping)))
             write(gpt, part)
-            fill(gpt, {name: torch.zeros_like(parameter) for name, parameter in gpt.named_parameters()})
+            fill(
+                gpt,
+                {name: torch.zeros_like(parameter) for name, parameter in gpt.named_parameters()},
+            )
             load(gpt, part)
             stored_weights = {
-                name.removeprefix("model."): tensor for name, tensor in opened.tensors(model_names(opened)).items()
+                name.removeprefix("model."): tensor
+                for name, tensor in opened.tensors(model_names(opened)).items()
             }
-            compared = compare_decoder_logits(model, sizes, stored_weights, lambda ids: logits(gpt, ids))
+            compared = compare_decoder_logits(
+                model, sizes, stored_weights, lambda ids: logits(gpt, ids)
+            )
         say(f"{LIBRARY}: {compared.sentence(tolerance)}")
         if not compared.within(tolerance):
             say(f"{out}: not written, because the logits of the two implementations differ")
@@ -107,7 +120,9 @@ def export_megatron(
         part.rename(out)
     finally:
         remove_folder(part.parent, part.name)
-    say(f"{out}: written ({WEIGHTS_ONLY}); {ARGUMENTS} has the arguments of the GPTModel that loads it")
+    say(
+        f"{out}: written ({WEIGHTS_ONLY}); {ARGUMENTS} has the arguments of the GPTModel that loads it"
+    )
     return EXIT_DONE
 
 
@@ -128,7 +143,9 @@ def import_megatron(
     require_no_run(run)
     if config is None:
         raise ConfigError(
-            "CONFIG", "a Megatron checkpoint does not describe its model", "Give a config with its model."
+            "CONFIG",
+            "a Megatron checkpoint does not describe its model",
+            "Give a config with its model.",
         )
     settings = read(config, [*overrides, f"run.dir={run}"])[0]
     with single_process_megatron():
@@ -138,16 +155,33 @@ def import_megatron(
         sizes = ModelSizes(held[TABLE][0], settings.data.sequence_length)
         arguments = gpt_model_arguments(settings.model, sizes)
         gpt = build(arguments)
-        _check(source, held, {sharded.key: tuple(sharded.global_shape) for sharded in sharded_tensors(gpt, held)})
+        _check(
+            source,
+            held,
+            {sharded.key: tuple(sharded.global_shape) for sharded in sharded_tensors(gpt, held)},
+        )
         # NaN reveals a tensor that is not loaded.
-        fill(gpt, {name: torch.full_like(parameter, torch.nan) for name, parameter in gpt.named_parameters()})
+        fill(
+            gpt,
+            {
+                name: torch.full_like(parameter, torch.nan)
+                for name, parameter in gpt.named_parameters()
+            },
+        )
         say(_agree(source, load(gpt, source, held), arguments))
         imported: dict[str, Tensor] = {}
         state = dict(gpt.named_parameters())
         for mapped in weights(settings.model):
-            back = mapped.transform.inverse([state[name].detach() for name in mapped.external_names])
-            imported |= {name: tensor.contiguous() for name, tensor in zip(mapped.xscale_names, back, strict=True)}
-        compared = compare_decoder_logits(settings.model, sizes, imported, lambda ids: logits(gpt, ids))
+            back = mapped.transform.inverse(
+                [state[name].detach() for name in mapped.external_names]
+            )
+            imported |= {
+                name: tensor.contiguous()
+                for name, tensor in zip(mapped.xscale_names, back, strict=True)
+            }
+        compared = compare_decoder_logits(
+            settings.model, sizes, imported, lambda ids: logits(gpt, ids)
+        )
     say(f"{LIBRARY}: {compared.sentence(tolerance)}")
     if not compared.within(tolerance):
         say(f"{run}: not written, because the logits of the two implementations differ")
@@ -197,9 +231,17 @@ def build(arguments: GPTModelArguments) -> nn.Module:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     functions = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "fast_gelu": fast_gelu}
-    settings = arguments.config | {"activation_func": functions[arguments.config["activation_func"]]}
-    cpu_settings = {"use_cpu_initialization": True, "perform_initialization": False, "params_dtype": torch.float32}
-    config = TransformerConfig(**settings, **cpu_settings, hidden_dropout=0.0, attention_dropout=0.0)
+    settings = arguments.config | {
+        "activation_func": functions[arguments.config["activation_func"]]
+    }
+    cpu_settings = {
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "params_dtype": torch.float32,
+    }
+    config = TransformerConfig(
+        **settings, **cpu_settings, hidden_dropout=0.0, attention_dropout=0.0
+    )
     qk_norm = arguments.config["qk_layernorm"]
     layer = get_gpt_layer_local_spec(
         num_experts=arguments.config.get("num_moe_experts"),
@@ -240,15 +282,21 @@ def write(model: nn.Module, folder: Path) -> None:
     dist_checkpointing.save(_sharded(model), str(folder))
 
 
-def load(model: nn.Module, folder: Path, held: dict[str, tuple[int, ...]] | None = None) -> dict[str, Any]:
+def load(
+    model: nn.Module, folder: Path, held: dict[str, tuple[int, ...]] | None = None
+) -> dict[str, Any]:
     """Load the model from `folder`; returns the entries that are not tensors."""
     from megatron.core import dist_checkpointing
 
     sharded_state = {
-        name: sharded for name, sharded in _sharded(model, held).items() if not name.endswith("_extra_state")
+        name: sharded
+        for name, sharded in _sharded(model, held).items()
+        if not name.endswith("_extra_state")
     }
     require_torch_format(folder)
-    loaded: dict[str, Any] = _guarded(folder, lambda: dist_checkpointing.load(sharded_state, str(folder)))
+    loaded: dict[str, Any] = _guarded(
+        folder, lambda: dist_checkpointing.load(sharded_state, str(folder))
+    )
     fill(model, {name: loaded.pop(name) for name, _ in model.named_parameters()})
     return loaded
 
@@ -302,7 +350,9 @@ def require_torch_format(folder: Path) -> None:
         raise ConfigError(str(path), f"its format is {formats[0]}, {formats[1]}", fix)
     # The library would wait for a FIFO or read a device without end.
     if special := [file for file in folder.iterdir() if not file.is_dir() and not is_regular(file)]:
-        raise ConfigError(str(special[0]), "this is not a regular file", "Copy the folder's files again.")
+        raise ConfigError(
+            str(special[0]), "this is not a regular file", "Copy the folder's files again."
+        )
 
 
 @contextmanager
@@ -315,7 +365,9 @@ def nothing_executed(folder: Path) -> Iterator[None]:
     def read_metadata(reader: Any, *_: Any, **__: Any) -> Any:
         index = decode_index(read_regular(folder / INDEX))
         check_index(
-            index, {file.name: file.stat().st_size for file in folder.iterdir() if is_regular(file)}, complete=False
+            index,
+            {file.name: file.stat().st_size for file in folder.iterdir() if is_regular(file)},
+            complete=False,
         )
         return index
 
@@ -324,7 +376,10 @@ def nothing_executed(folder: Path) -> Iterator[None]:
     def load_weights(*args: Any, **options: Any) -> Any:
         return original(*args, **{**options, "weights_only": True})
 
-    with patch.object(FileSystemReader, "read_metadata", read_metadata), patch.object(torch, "load", load_weights):
+    with (
+        patch.object(FileSystemReader, "read_metadata", read_metadata),
+        patch.object(torch, "load", load_weights),
+    ):
         yield
 
 
@@ -335,19 +390,27 @@ def _guarded(folder: Path, action: Callable[[], Any]) -> Any:
         with nothing_executed(folder):
             return action()
     except (CheckpointingException, OSError, *UNREADABLE) as error:
-        raise ConfigError(str(folder), f"the folder cannot be read: {reason(error)}", FORMAT_FIX) from None
+        raise ConfigError(
+            str(folder), f"the folder cannot be read: {reason(error)}", FORMAT_FIX
+        ) from None
 
 
-def _check(source: Path, held: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
+def _check(
+    source: Path, held: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
+) -> None:
     fix = "Give a config with the model that it was trained with."
     if lacking := sorted(wanted.keys() - held.keys()):
         raise ConfigError(str(source), f"it lacks {lacking[0]} ({len(lacking)} in all)", fix)
     unknown = sorted(name for name in held.keys() - wanted.keys() if not name.startswith(TRAINING))
     if unknown:
-        raise ConfigError(str(source), f"it has {unknown[0]}, which the model lacks ({len(unknown)} in all)", fix)
+        raise ConfigError(
+            str(source), f"it has {unknown[0]}, which the model lacks ({len(unknown)} in all)", fix
+        )
     for name, shape in wanted.items():
         if held[name] != shape:
-            raise ConfigError(str(source), f"{name} has shape {[*held[name]]}, the model has {[*shape]}", fix)
+            raise ConfigError(
+                str(source), f"{name} has shape {[*held[name]]}, the model has {[*shape]}", fix
+            )
 
 
 def _agree(source: Path, entries: dict[str, Any], arguments: GPTModelArguments) -> str:
@@ -360,18 +423,27 @@ def _agree(source: Path, entries: dict[str, Any], arguments: GPTModelArguments) 
             saved = {**stored["transformer_config"], **stored["gpt_model"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             what = f"the file is not the arguments of a GPTModel ({reason(error)})"
-            raise ConfigError(str(source / ARGUMENTS), what, "Copy it again, or remove it.") from None
+            raise ConfigError(
+                str(source / ARGUMENTS), what, "Copy it again, or remove it."
+            ) from None
         # It is the size of a table, whose shape is compared, or has no effect.
         saved.pop("max_sequence_length", None)
     elif "args" in entries:
         stored = vars(entries["args"]) if isinstance(entries["args"], Namespace) else {}
         saved = {ARGS.get(name, name): value for name, value in stored.items()}
         saved = {name: saved[name] for name in ARCHITECTURE_ARGUMENTS.split() if name in saved}
-    wrong = [name for name in sorted(expected.keys() & saved.keys()) if expected[name] != saved[name]]
+    wrong = [
+        name for name in sorted(expected.keys() & saved.keys()) if expected[name] != saved[name]
+    ]
     if wrong:
         fix = "Change the config's model, or give another config."
         raise ConfigError(
-            [Problem(str(source), f"its {name} is {saved[name]}, the config's {expected[name]}", fix) for name in wrong]
+            [
+                Problem(
+                    str(source), f"its {name} is {saved[name]}, the config's {expected[name]}", fix
+                )
+                for name in wrong
+            ]
         )
     known = sorted(expected.keys() & saved.keys())
     if not known:

@@ -42,14 +42,18 @@ def upcycle_run(
     folder = dense if (dense / CONFIG).exists() else dense.parent.parent
     composed = compose(folder / CONFIG, overrides)
     settings = decode(Recipe, composed.data, composed.origin)
-    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"dir": str(run)})})
+    settings = settings.model_copy(
+        update={"run": settings.run.model_copy(update={"dir": str(run)})}
+    )
     if problems := single_process(settings).check():
         raise ConfigError(problems)
     vocabulary = loaded.tokenizer.vocabulary
     meta_model = build_on_meta(settings, vocabulary)
     fix = "Give the router's frequencies, or take another function of its hash."
     require_no_counts(meta_model, "upcycle", fix)
-    mixtures = {path: module for path, module in meta_model.named_modules() if isinstance(module, Moe)}
+    mixtures = {
+        path: module for path, module in meta_model.named_modules() if isinstance(module, Moe)
+    }
     weights = {sharded.name: sharded.parameter.detach() for sharded in loaded.parameters}
     upcycled = {path: moe for path, moe in mixtures.items() if f"{path}.up.weight" in weights}
     if not upcycled:
@@ -57,13 +61,17 @@ def upcycle_run(
         fix = "Give overrides such as model.stack.block.ffn={kind: moe, experts: 8, expert: ...}."
         raise ConfigError("upcycle", what, fix)
     unpadded = loaded.unpadded_vocabulary
-    model = model_from_weights(settings, vocabulary, upcycle(meta_model, weights, settings.run.seed), unpadded)
+    model = model_from_weights(
+        settings, vocabulary, upcycle(meta_model, weights, settings.run.seed), unpadded
+    )
     changed = False
     for path, moe in upcycled.items():
         for reason in why_output_changes(moe, weights[f"{path}.up.weight"].shape[0]):
             changed = True
             say(f"{path}: its output changes, because {reason}")
-    path = create_run(settings, model, run, tokenizer=loaded.tokenizer, unpadded_vocabulary=unpadded)
+    path = create_run(
+        settings, model, run, tokenizer=loaded.tokenizer, unpadded_vocabulary=unpadded
+    )
     _compare(loaded, model, settings, sequences, changed, say)
     say(f"{path}: written from step {loaded.step}; train it with `xscale train {run}/config.yaml`")
     return EXIT_DONE
@@ -85,10 +93,14 @@ def _compare(
                 say("the run has no validation documents, so no losses are compared")
                 return
             count = min(sequences, data.sequences)
-            before, after = (data.evaluate(candidate, count).loss for candidate in (loaded.model, model))
+            before, after = (
+                data.evaluate(candidate, count).loss for candidate in (loaded.model, model)
+            )
     except ConfigError as error:
         say(f"no losses are compared: {error.problems[0]}")
         return
     why = "" if changed else " (only rounding may differ)"
     step = loaded.step
-    say(f"validation loss of {count} sequences: {before:.6f} dense at step {step}, {after:.6f} as a mixture{why}")
+    say(
+        f"validation loss of {count} sequences: {before:.6f} dense at step {step}, {after:.6f} as a mixture{why}"
+    )

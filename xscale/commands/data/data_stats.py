@@ -12,8 +12,20 @@ from xscale.core.config import decode
 from xscale.data.config import DataConfig
 from xscale.data.corpus.histogram import bars
 from xscale.data.corpus.prepare import prepare
-from xscale.data.corpus.prepared import MANIFEST, DatasetManifest, PreparedData, Split, open_prepared
-from xscale.data.corpus.stats import Counted, SplitStatistics, count_tokens, split_statistics, whole_pair
+from xscale.data.corpus.prepared import (
+    MANIFEST,
+    DatasetManifest,
+    PreparedData,
+    Split,
+    open_prepared,
+)
+from xscale.data.corpus.stats import (
+    Counted,
+    SplitStatistics,
+    count_tokens,
+    split_statistics,
+    whole_pair,
+)
 from xscale.data.indexed import IndexedDataset, suffixed
 from xscale.data.progress import ProgressBar
 from xscale.data.samples.blend import BlendedDataset
@@ -75,9 +87,13 @@ def stats_of_prepared(path: Path) -> DataStatistics:
         with _progress([split]) as bar:
             counted = count_tokens(split, None, bar.advance)
         statistics = split_statistics(split, counted, tokenizer=None)
-        return DataStatistics(None, None, None, [DatasetStatistics(str(path), None, None, None, None, [statistics])])
+        return DataStatistics(
+            None, None, None, [DatasetStatistics(str(path), None, None, None, None, [statistics])]
+        )
     manifest = DatasetManifest.load(path / MANIFEST)
-    config = decode(DataConfig, {"tokenizer": manifest.tokenizer}).model_copy(update={"prepared": str(path)})
+    config = decode(DataConfig, {"tokenizer": manifest.tokenizer}).model_copy(
+        update={"prepared": str(path)}
+    )
     prepared = open_prepared(config)
     with _progress(_splits(prepared)) as bar:
         return DataStatistics(None, None, None, [_dataset(prepared, config, {}, None, bar)])
@@ -96,7 +112,9 @@ def stats_of_recipe(recipe: "Recipe") -> DataStatistics:
             if prepared.validation is not None:
                 samples["validation"] = validation.pop(0)
             datasets.append(_dataset(prepared, recipe.data, samples, draw, bar))
-    return DataStatistics(recipe.data.sequence_length, recipe.train.steps, recipe.train.batch_size, datasets)
+    return DataStatistics(
+        recipe.data.sequence_length, recipe.train.steps, recipe.train.batch_size, datasets
+    )
 
 
 def _members(loader: Loader | None) -> list[ShuffledDataset]:
@@ -114,7 +132,10 @@ def _draws(recipe: "Recipe", loader: Loader, members: list[ShuffledDataset]) -> 
     drawn = data.drawn(samples) if isinstance(data, BlendedDataset) else [samples]
     weights = [item.weight for item in recipe.data.blend] or [1.0]
     # Samples have the same shape in all datasets, so that tokens go by what is no padding in them.
-    tokens = [count * (1 - (member.padding_share() or 0.0)) for count, member in zip(drawn, members, strict=True)]
+    tokens = [
+        count * (1 - (member.padding_share() or 0.0))
+        for count, member in zip(drawn, members, strict=True)
+    ]
     return [
         Draw(weight, count, token_count / sum(tokens), count / len(member))
         for weight, count, token_count, member in zip(weights, drawn, tokens, members, strict=True)
@@ -149,7 +170,9 @@ def _dataset(
                 split,
                 counted,
                 tokenizer=tokenizer,
-                size=None if prepared.manifest is None else prepared.manifest.counts[split.name].bytes,
+                size=None
+                if prepared.manifest is None
+                else prepared.manifest.counts[split.name].bytes,
                 longer=None if dataset is None else _longer(split, dataset, config),
                 padding=None if dataset is None else dataset.padding_share(),
                 train=train,
@@ -165,7 +188,9 @@ def _longer(split: Split, dataset: ShuffledDataset, config: DataConfig) -> float
     if isinstance(dataset, LabelledDataset):
         return dataset.truncated() / len(dataset)
     if isinstance(dataset, PairDataset):
-        return float((split.pair_lengths > [config.source_length, config.target_length]).any(1).mean())
+        return float(
+            (split.pair_lengths > [config.source_length, config.target_length]).any(1).mean()
+        )
     return float((np.diff(split.starts) > config.sequence_length).mean())
 
 
@@ -181,7 +206,9 @@ def to_text(statistics: DataStatistics) -> Iterator[str]:
         yield f"run: {statistics.steps:,} steps of {statistics.batch_size:,} sequences, {samples:,} samples"
     for dataset in statistics.datasets:
         known = f"{dataset.tokenizer}, {dataset.vocabulary or 0:,} ids, fingerprint {dataset.fingerprint}"
-        yield f"{dataset.path}: " + ("a pair without manifest" if dataset.tokenizer is None else known)
+        yield f"{dataset.path}: " + (
+            "a pair without manifest" if dataset.tokenizer is None else known
+        )
         if dataset.draw is not None:
             draw = dataset.draw
             blended = f", weight {draw.weight:g}, {_percent(draw.token_share)} of the run's tokens"
@@ -201,7 +228,9 @@ def _split_text(split: SplitStatistics, sequence_length: int | None) -> Iterator
         yield f"  tokens per document: {summary}, max {lengths.max:,}"
         yield from (f"  {line}" for line in bars(split.histogram))
     if split.longer is not None:
-        longer = "truncated" if split.padding is not None else f"longer than {sequence_length:,} tokens"
+        longer = (
+            "truncated" if split.padding is not None else f"longer than {sequence_length:,} tokens"
+        )
         yield f"  {longer}: {_percent(split.longer)} of the documents"
     if split.padding is not None:
         yield f"  padding: {_percent(split.padding)} of an epoch's tokens"

@@ -24,8 +24,12 @@ def prepare(config: DataConfig, rank_info: RankInfo) -> PreparedData:
     init_process_group(rank_info, "gloo", TIMEOUT)
     ranks, folder = Consensus(doing="prepared"), Path(config.folder)
     try:
-        return prepare_distributed(config, rank_info.rank, rank_info.world, lambda work: ranks.on_all(folder, work))
+        return prepare_distributed(
+            config, rank_info.rank, rank_info.world, lambda work: ranks.on_all(folder, work)
+        )
     except RankError as error:
-        raise FaultError(f"{error}. Run the same command to resume from the finished shards.") from None
+        raise FaultError(
+            f"{error}. Run the same command to resume from the finished shards."
+        ) from None
     finally:
         leave_process_group()

@@ -38,9 +38,13 @@ def variant_named(word: str) -> Path:
         raise ConfigError(word, "there is no variant of this name", nearest(word, ids()))
     if not recipes:
         fix = "`xscale list xformers` shows the variants that have a recipe."
-        raise ConfigError(word, f"the variant {like[0]} is missing: {_entries()[like[0]]['why'].rstrip('.')}", fix)
+        raise ConfigError(
+            word, f"the variant {like[0]} is missing: {_entries()[like[0]]['why'].rstrip('.')}", fix
+        )
     if len(recipes) > 1:
-        raise ConfigError(word, "several recipes have names that begin so", f"Give one of: {', '.join(recipes)}.")
+        raise ConfigError(
+            word, "several recipes have names that begin so", f"Give one of: {', '.join(recipes)}."
+        )
     return next(iter(recipes.values()))
 
 
@@ -48,7 +52,10 @@ def variant_named(word: str) -> Path:
 def _entries() -> dict[str, dict[str, Any]]:
     """Id -> the fields of a missing row, or no fields, in the order of the catalogue."""
     items = parse(ROWS.read_text(encoding="utf-8"), str(ROWS))
-    return {item if isinstance(item, str) else item["id"]: {} if isinstance(item, str) else item for item in items}
+    return {
+        item if isinstance(item, str) else item["id"]: {} if isinstance(item, str) else item
+        for item in items
+    }
 
 
 def ids() -> list[str]:
@@ -112,7 +119,9 @@ def _row(about: "About", status: str, recipe: "Recipe | None") -> Row:
 
     parts = [] if recipe is None else parts_of(recipe)
     entries = [(family, family_named(family).get(name)) for family, name in parts]
-    causal, bidirectional, cross = (None, None, None) if recipe is None else _directions(recipe, about, entries)
+    causal, bidirectional, cross = (
+        (None, None, None) if recipe is None else _directions(recipe, about, entries)
+    )
     return Row(
         id=about.id,
         name=about.name,
@@ -126,7 +135,11 @@ def _row(about: "About", status: str, recipe: "Recipe | None") -> Row:
         cross=cross,
         deviations=(
             *about.deviations,
-            *(f"{family} {entry.name}: {text}" for family, entry in entries for text in entry.deviations),
+            *(
+                f"{family} {entry.name}: {text}"
+                for family, entry in entries
+                for text in entry.deviations
+            ),
         ),
         paper=about.paper,
         year=about.year,
@@ -134,14 +147,21 @@ def _row(about: "About", status: str, recipe: "Recipe | None") -> Row:
     )
 
 
-def _directions(recipe: "Recipe", about: "About", entries: list[tuple[str, Any]]) -> tuple[bool, bool, bool]:
+def _directions(
+    recipe: "Recipe", about: "About", entries: list[tuple[str, Any]]
+) -> tuple[bool, bool, bool]:
     """Whether the recipe's parts can be causal, bidirectional and cross, by their traits.
 
     A mode of use and a pre-training objective have those of the model that the objective needs.
     """
-    seeing = [entry.traits for family, entry in entries if family in ("mixer", "core", "pattern", "router")]
+    seeing = [
+        entry.traits
+        for family, entry in entries
+        if family in ("mixer", "core", "pattern", "router")
+    ]
     causal, bidirectional, cross = (
-        all(getattr(traits, trait, True) for traits in seeing) for trait in ("causal", "bidirectional", "cross")
+        all(getattr(traits, trait, True) for traits in seeing)
+        for trait in ("causal", "bidirectional", "cross")
     )
     causal = causal and all(entry.traits.per_token for family, entry in entries if family == "norm")
     pooling = getattr(getattr(recipe.model, "stack", None), "pooling", None)
@@ -181,8 +201,13 @@ def show(kind: str | None, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(entry) for entry in table], indent=2))
         return
-    counts = {status: sum(entry.status == status for entry in table) for status in ("works", "partly", "missing")}
-    print(f"xformers: {len(table)} variants ({', '.join(f'{status}: {n}' for status, n in counts.items())})")
+    counts = {
+        status: sum(entry.status == status for entry in table)
+        for status in ("works", "partly", "missing")
+    }
+    print(
+        f"xformers: {len(table)} variants ({', '.join(f'{status}: {n}' for status, n in counts.items())})"
+    )
     for name in dict.fromkeys(entry.kind for entry in table):
         print(f"\n{name}")
         for entry in table:
@@ -209,12 +234,24 @@ def show_word(word: str, *, as_json: bool) -> None:
     parts = {name: family.get(word) for name, family in known.items() if word in family}
     variants = [row(id) for id in ids_like(word)]
     if not parts and not variants:
-        names = {*known, "recipes", "xformers", *ids(), *(name for family in known.values() for name in family.names())}
+        names = {
+            *known,
+            "recipes",
+            "xformers",
+            *ids(),
+            *(name for family in known.values() for name in family.names()),
+        }
         close = get_close_matches(word, sorted(names), n=1)
-        fix = f"Did you mean '{close[0]}'?" if close else f"Families: {', '.join(known)}; variants: xformers."
+        fix = (
+            f"Did you mean '{close[0]}'?"
+            if close
+            else f"Families: {', '.join(known)}; variants: xformers."
+        )
         raise ConfigError(word, "this is no family, part or variant", fix)
     if as_json:
-        tables = {name: [item for item in known[name].table() if item["name"] == word] for name in parts}
+        tables = {
+            name: [item for item in known[name].table() if item["name"] == word] for name in parts
+        }
         print(json.dumps({**tables, "xformers": [asdict(entry) for entry in variants]}, indent=2))
         return
     print(where(word))
@@ -233,11 +270,17 @@ def where(word: str) -> str:
     homes = [f"a {name}{_owner(name)}" for name, family in families().items() if word in family]
     like = ids_like(word)
     recipes = [f"configs/xformer/{id}.yaml" for id in like if recipe_file(id) is not None]
-    missing = [f"{id} is missing: {_entries()[id]['why']}" for id in like if recipe_file(id) is None]
+    missing = [
+        f"{id} is missing: {_entries()[id]['why']}" for id in like if recipe_file(id) is None
+    ]
     clauses = [f"{word} is {' and '.join(homes)}"] if homes else []
     if recipes:
         label = "recipe" if len(recipes) == 1 else "recipes"
-        clauses.append(f"{label}: {', '.join(recipes)}" if homes else f"{word} has the {label} {', '.join(recipes)}")
+        clauses.append(
+            f"{label}: {', '.join(recipes)}"
+            if homes
+            else f"{word} has the {label} {', '.join(recipes)}"
+        )
     return "; ".join([*clauses, *missing])
 
 
@@ -263,5 +306,11 @@ def _owner(family: str) -> str:
 
 def _is_slot(field: Any, family: str) -> bool:
     """Whether a part of the family fills the field, itself, as an option or as a member of a tuple."""
-    nested = [item for argument in get_args(field.annotation) for item in getattr(argument, "__metadata__", ())]
-    return any(isinstance(item, Slot) and item.family.name == family for item in (*field.metadata, *nested))
+    nested = [
+        item
+        for argument in get_args(field.annotation)
+        for item in getattr(argument, "__metadata__", ())
+    ]
+    return any(
+        isinstance(item, Slot) and item.family.name == family for item in (*field.metadata, *nested)
+    )

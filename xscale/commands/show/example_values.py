@@ -25,10 +25,16 @@ def example_of(keys: ConfigKeys, node: dict[str, Any]) -> Any:
     if reference.startswith(FAMILY):
         return next(iter(keys.parts(reference.removeprefix(FAMILY))))
     if reference or "properties" in node:
-        required = [child for child in keys.children(Key("", node)) if not child.has_default and _is_leaf(keys, child)]
+        required = [
+            child
+            for child in keys.children(Key("", node))
+            if not child.has_default and _is_leaf(keys, child)
+        ]
         return {child.name: example_of(keys, child.node) for child in required}
     if "anyOf" in node:
-        return example_of(keys, next(branch for branch in node["anyOf"] if branch.get("type") != "null"))
+        return example_of(
+            keys, next(branch for branch in node["anyOf"] if branch.get("type") != "null")
+        )
     if "const" in node:
         return node["const"]
     if "enum" in node:
@@ -56,7 +62,9 @@ def _number(node: dict[str, Any], *, integral: bool) -> int | float:
     if integral:
         step = int(node.get("multipleOf", 1))
         least = 1 if low is None else int(low) + ("minimum" not in node)
-        return -(-least // step) * step if high is None else min(-(-least // step) * step, int(high))
+        return (
+            -(-least // step) * step if high is None else min(-(-least // step) * step, int(high))
+        )
     if low is not None and high is not None:
         return float(low + high) / 2
     if low is not None:

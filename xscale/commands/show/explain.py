@@ -13,7 +13,14 @@ from xscale.commands.show.explain_override import (
     words_of,
 )
 from xscale.core.compose import SCHEMA, Composed, configs_folder
-from xscale.core.config_keys.keys import ConfigKeys, Key, first_sentence, read_keys, value_text, wrapped
+from xscale.core.config_keys.keys import (
+    ConfigKeys,
+    Key,
+    first_sentence,
+    read_keys,
+    value_text,
+    wrapped,
+)
 from xscale.core.config_keys.override_path import path_text
 from xscale.core.config_keys.overrides import find_present
 from xscale.core.config_keys.present_keys import PresentKey, below, kind_of, root_of, walk
@@ -31,7 +38,12 @@ def config_keys() -> ConfigKeys:
 
 
 def explain(
-    query: str | None, recipe: Composed | None = None, name: str = "", *, what_else: str = "", as_json: bool = False
+    query: str | None,
+    recipe: Composed | None = None,
+    name: str = "",
+    *,
+    what_else: str = "",
+    as_json: bool = False,
 ) -> None:
     """Print what `query` names: a key, a section, a part's kind; all sections if it is None.
 
@@ -46,14 +58,21 @@ def explain(
     parts = [] if groups else keys.find_part(query)
     if not groups and not parts:
         close = keys.suggest(query)
-        fix = f"Did you mean {' or '.join(close)}?" if close else "`xscale explain` lists the sections of a config."
+        fix = (
+            f"Did you mean {' or '.join(close)}?"
+            if close
+            else "`xscale explain` lists the sections of a config."
+        )
         raise ConfigError(query, "there is no such config key", what_else or way_of(query) or fix)
     if as_json:
-        parts_json = [{"slot": key.path, "kind": kind, **_part_entry(keys, key, kind)} for key, kind in parts]
+        parts_json = [
+            {"slot": key.path, "kind": kind, **_part_entry(keys, key, kind)} for key, kind in parts
+        ]
         entries = [_entry(keys, group) for group in groups] or parts_json
         if recipe is not None:
             entries = [
-                {**entry, "in_recipe": _locations_entry(keys, recipe, query, groups, parts)} for entry in entries
+                {**entry, "in_recipe": _locations_entry(keys, recipe, query, groups, parts)}
+                for entry in entries
             ]
         print(json.dumps(entries, indent=2))
         return
@@ -79,20 +98,34 @@ def _print_keys(keys: ConfigKeys, groups: list[list[Key]]) -> None:
     for group in groups:
         paths.setdefault(group[0].path, []).append(group)
     if len(paths) > FULL:
-        print(f"{len(groups)} keys are called so; give more of the path, or a kind, as in {_hint(groups)}:")
+        print(
+            f"{len(groups)} keys are called so; give more of the path, or a kind, as in {_hint(groups)}:"
+        )
         print("\n".join(f"  {_headline(keys, group[0])}{_parts_of(group[0])}" for group in groups))
     else:
-        print("\n\n".join("\n".join(_path_lines(keys, alternatives)) for alternatives in paths.values()))
+        print(
+            "\n\n".join(
+                "\n".join(_path_lines(keys, alternatives)) for alternatives in paths.values()
+            )
+        )
 
 
 def _locations(
-    keys: ConfigKeys, data: dict[str, Any], query: str, groups: list[list[Key]], parts: list[tuple[Key, str]]
+    keys: ConfigKeys,
+    data: dict[str, Any],
+    query: str,
+    groups: list[list[Key]],
+    parts: list[tuple[Key, str]],
 ) -> list[PresentKey]:
     """Where the recipe has the keys, or parts of the kinds."""
     if groups:
         return locations_in(keys, data, query, groups)
     kinds = {(keys.family(slot), kind) for slot, kind in parts}
-    return [key for key in walk(keys, root_of(keys, data)) if (keys.family(key.key), kind_of(key)) in kinds]
+    return [
+        key
+        for key in walk(keys, root_of(keys, data))
+        if (keys.family(key.key), kind_of(key)) in kinds
+    ]
 
 
 def _recipe_lines(
@@ -111,10 +144,18 @@ def _recipe_lines(
     yield f"in {name}:"
     for location in locations:
         leaves = [location]
-        if keys.family(location.key) is None and isinstance(location.value, dict) and keys.children(location.key):
+        if (
+            keys.family(location.key) is None
+            and isinstance(location.value, dict)
+            and keys.children(location.key)
+        ):
             leaves = [child for child in below(keys, location) if not keys.children(child.key)]
         elif parts:
-            leaves += [child for child in below(keys, location) if child.given and not keys.children(child.key)]
+            leaves += [
+                child
+                for child in below(keys, location)
+                if child.given and not keys.children(child.key)
+            ]
         yield from (f"  {location_word(keys, leaf)}" for leaf in leaves)
     words = words_of(keys, locations[0].key)
     if len(locations) > 1 and groups and words is not None:
@@ -129,7 +170,11 @@ def _recipe_lines(
 
 
 def _locations_entry(
-    keys: ConfigKeys, recipe: Composed, query: str, groups: list[list[Key]], parts: list[tuple[Key, str]]
+    keys: ConfigKeys,
+    recipe: Composed,
+    query: str,
+    groups: list[list[Key]],
+    parts: list[tuple[Key, str]],
 ) -> list[dict[str, Any]]:
     locations = _locations(keys, recipe.data, query, groups, parts)
     return [{"key": path_text(location.path), "value": location.value} for location in locations]
@@ -222,13 +267,17 @@ def default_text(keys: ConfigKeys, key: Key) -> str:
     """Return the default as a config writes it; a word if the key has none, or is a section."""
     if key.has_default:
         return value_text(key.node["default"])
-    return SECTION if keys.family(key) is None and keys.children(key) else "none; the key is required"
+    return (
+        SECTION if keys.family(key) is None and keys.children(key) else "none; the key is required"
+    )
 
 
 def _owner(key: Key) -> str:
     """The kinds that have the key, with those of the slots above, such as `ffn moe (in model decoder)`."""
     clauses = [f"{need.family} {', '.join(need.kinds)}" for need in key.needs]
-    return f"parts with this key: {clauses[-1]}" + (f" (in {'; '.join(clauses[:-1])})" if clauses[:-1] else "")
+    return f"parts with this key: {clauses[-1]}" + (
+        f" (in {'; '.join(clauses[:-1])})" if clauses[:-1] else ""
+    )
 
 
 def _default_kind(key: Key) -> str | None:
@@ -259,4 +308,8 @@ def _part_entry(keys: ConfigKeys, key: Key, kind: str) -> dict[str, Any]:
     family = keys.family(key)
     assert family is not None
     meaning = keys.parts(family)[kind]["description"]
-    return {"family": family, "meaning": meaning, "keys": [child.path for child in keys.children(key, kind)]}
+    return {
+        "family": family,
+        "meaning": meaning,
+        "keys": [child.path for child in keys.children(key, kind)],
+    }

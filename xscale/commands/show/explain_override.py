@@ -17,8 +17,14 @@ def override_of(keys: ConfigKeys, key: Key) -> str:
     A key of a part that recipes have at several locations, and that is not the default there, is set by what the part
     is: `moe.capacity_factor=2.0`. A section has the override of one of its keys.
     """
-    if keys.family(key) is None and not key.path.endswith("[]") and (children := keys.children(key)):
-        return override_of(keys, next((child for child in children if not keys.children(child)), children[0]))
+    if (
+        keys.family(key) is None
+        and not key.path.endswith("[]")
+        and (children := keys.children(key))
+    ):
+        return override_of(
+            keys, next((child for child in children if not keys.children(child)), children[0])
+        )
     path = key.path.removesuffix("[]").replace("[]", "[*]")
     if "[" not in path and not has_default_kinds(keys, key) and len(keys.paths_of(key)) > 1:
         path = words_of(keys, key) or path
@@ -51,17 +57,25 @@ def has_default_kinds(keys: ConfigKeys, key: Key) -> bool:
     """Whether the kinds that have the key are those at the defaults, so that a recipe need not choose them."""
     for depth, need in enumerate(key.needs):
         slots = [slot for slot in keys.at(need.slot) if slot.needs == key.needs[:depth]]
-        if not any(kind_of(PresentKey((), slot, slot.node.get("default"))) in need.kinds for slot in slots):
+        if not any(
+            kind_of(PresentKey((), slot, slot.node.get("default"))) in need.kinds for slot in slots
+        ):
             return False
     return True
 
 
-def locations_in(keys: ConfigKeys, data: dict[str, Any], query: str, groups: list[list[Key]]) -> list[PresentKey]:
+def locations_in(
+    keys: ConfigKeys, data: dict[str, Any], query: str, groups: list[list[Key]]
+) -> list[PresentKey]:
     """Return where a config has the keys `groups`, which `query` names; elsewhere under the same part if not there."""
     present = list(walk(keys, root_of(keys, data)))
     paths = {key.path for group in groups for key in group}
     if query.removesuffix(".kind") in paths:
-        exact = [key for key in present if key.key.path == query.removesuffix(".kind") and not _is_entry(key)]
+        exact = [
+            key
+            for key in present
+            if key.key.path == query.removesuffix(".kind") and not _is_entry(key)
+        ]
     else:
         exact = [key for key, _ in matching(keys, data, parse_path(query.replace("[]", "")))]
     nodes = [group[0].node for group in groups]

@@ -10,16 +10,22 @@ from xscale.core.errors import ConfigError
 from xscale.core.registry import Family
 
 
-def show(name: str | None, *, as_json: bool, tokens: int | None = None, kind: str | None = None) -> None:
+def show(
+    name: str | None, *, as_json: bool, tokens: int | None = None, kind: str | None = None
+) -> None:
     """Print the parts of one family or of all with their traits; for patterns also the density over `tokens`.
 
     `recipes` prints those of runs, `xformers` the catalogue of variants, or those of one `kind`; any other name, what
     it is.
     """
     if tokens is not None and (name != "pattern" or tokens < 1):
-        raise ConfigError("--tokens", "only patterns have a density", "Use xscale list pattern --tokens N.")
+        raise ConfigError(
+            "--tokens", "only patterns have a density", "Use xscale list pattern --tokens N."
+        )
     if kind is not None and name != "xformers":
-        raise ConfigError("--kind", "only variants have a kind", "Use xscale list xformers --kind KIND.")
+        raise ConfigError(
+            "--kind", "only variants have a kind", "Use xscale list xformers --kind KIND."
+        )
     if name == "recipes":
         recipes.show(as_json=as_json)
         return
@@ -44,7 +50,8 @@ def show(name: str | None, *, as_json: bool, tokens: int | None = None, kind: st
 def markdown() -> str:
     """Return the table of the families and their parts for the README."""
     rows = [
-        f"| `{family.name}` | {', '.join(f'`{name}`' for name in family.names())} |" for family in families().values()
+        f"| `{family.name}` | {', '.join(f'`{name}`' for name in family.names())} |"
+        for family in families().values()
     ]
     return "\n".join(["| family | parts |", "|---|---|", *rows]) + "\n"
 
@@ -60,7 +67,9 @@ def _density(name: str, tokens: int) -> dict[str, Any]:
     began = time.perf_counter()
     for way, causal in (("causal", True), ("both_ways", False)):
         if entry.traits.causal if causal else entry.traits.bidirectional:
-            densities[f"density_{way}"] = round(pattern_density(entry.part.Config(), tokens, causal, heads=8), 6)
+            densities[f"density_{way}"] = round(
+                pattern_density(entry.part.Config(), tokens, causal, heads=8), 6
+            )
     return densities | {"build_seconds": round((time.perf_counter() - began) / len(densities), 4)}
 
 
@@ -71,14 +80,24 @@ def _print(family: Family[Any], rows: list[dict[str, Any]]) -> None:
     name_width = max(len(name) for name in family.names())
     for row in rows:
         print(f"  {row['name']:<{name_width}}  {row['summary']}")
-        shown = [trait if row[trait] is True else f"{trait}={cell(row[trait])}" for trait in traits if row[trait]]
+        shown = [
+            trait if row[trait] is True else f"{trait}={cell(row[trait])}"
+            for trait in traits
+            if row[trait]
+        ]
         print(f"  {'':<{name_width}}  {'; '.join(shown)}")
         for sentence in row["deviations"]:
             print(f"  {'':<{name_width}}  differs from the paper: {sentence}")
         directions = {"density_causal": "causal", "density_both_ways": "bidirectional"}
-        densities = [f"density {row[key]:.2%} {direction}" for key, direction in directions.items() if key in row]
+        densities = [
+            f"density {row[key]:.2%} {direction}"
+            for key, direction in directions.items()
+            if key in row
+        ]
         if densities:
-            print(f"  {'':<{name_width}}  {', '.join(densities)}; layout built in {row['build_seconds'] * 1e3:.1f} ms")
+            print(
+                f"  {'':<{name_width}}  {', '.join(densities)}; layout built in {row['build_seconds'] * 1e3:.1f} ms"
+            )
     print()
 
 

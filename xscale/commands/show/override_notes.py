@@ -26,7 +26,9 @@ def say_at_start(recipe: Recipe, composed: Composed) -> None:
 
 def notes(recipe: Recipe, composed: Composed) -> list[str]:
     """Return sentences on overrides that set several keys or one by its part, on what was fitted, and changed kinds."""
-    lines = [f"{typed} is set at {', '.join(places)}" for typed, places in composed.resolved.items()]
+    lines = [
+        f"{typed} is set at {', '.join(places)}" for typed, places in composed.resolved.items()
+    ]
     lines += composed.fitted.values()
     before = _without_overrides(composed)
     if before is None:
@@ -37,7 +39,9 @@ def notes(recipe: Recipe, composed: Composed) -> list[str]:
     clause = f"overrides change {'; '.join(changes)}"
     if encode(before.model) == encode(recipe.model):
         return [*lines, clause]
-    parameters = [quantity(size(build_on_meta(of, vocabulary_of(of))).parameters) for of in (before, recipe)]
+    parameters = [
+        quantity(size(build_on_meta(of, vocabulary_of(of))).parameters) for of in (before, recipe)
+    ]
     return [*lines, f"{clause}: {parameters[0]} parameters become {parameters[1]}"]
 
 

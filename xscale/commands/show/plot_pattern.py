@@ -30,11 +30,20 @@ def plot(
     block: int,
 ) -> None:
     """Plot the layouts of a pattern, or of each attention layer of a run's config, in the terminal or to `out`."""
-    for name, value in (("--tokens", tokens), ("--heads", heads), ("--layers", layers), ("--block", block)):
+    for name, value in (
+        ("--tokens", tokens),
+        ("--heads", heads),
+        ("--layers", layers),
+        ("--block", block),
+    ):
         if value < 1:
             raise ConfigError(name, f"must be at least 1, got {value}")
     if out is not None and out.suffix not in IMAGE_SUFFIXES:
-        raise ConfigError("--out", f"unknown format '{out.suffix or out.name}'", f"Use {', '.join(IMAGE_SUFFIXES)}.")
+        raise ConfigError(
+            "--out",
+            f"unknown format '{out.suffix or out.name}'",
+            f"Use {', '.join(IMAGE_SUFFIXES)}.",
+        )
     if pattern_or_config.endswith(YAML) or _names_recipe(pattern_or_config):
         layouts = _of_run(config_file(pattern_or_config), overrides, tokens)
     else:
@@ -70,9 +79,14 @@ def _of_pattern(
     causal = traits.causal and not (both and traits.bidirectional)
     if both and not traits.bidirectional:
         can = ", ".join(PATTERNS.able(bidirectional=True))
-        raise ConfigError("--both", f"pattern '{kind}' has no bidirectional layout", f"These have one: {can}.")
+        raise ConfigError(
+            "--both", f"pattern '{kind}' has no bidirectional layout", f"These have one: {can}."
+        )
     drawn = [pattern_layout(config, tokens, heads, causal, layer, block) for layer in range(layers)]
-    return {kind if layers == 1 else f"{kind}, layer {layer}": layout for layer, layout in enumerate(drawn)}
+    return {
+        kind if layers == 1 else f"{kind}, layer {layer}": layout
+        for layer, layout in enumerate(drawn)
+    }
 
 
 def _setting(override: str) -> tuple[str, object]:

@@ -19,7 +19,9 @@ from xscale.core.yaml_writer import flow_text
 RUNS = "run"
 """Folder of the configs that a user starts by their name."""
 YAML = (".yaml", ".yml")
-SHOWN_BY = {RUNS: "`xscale list recipes` shows the recipes, and `xscale init NAME` writes one to a file."}
+SHOWN_BY = {
+    RUNS: "`xscale list recipes` shows the recipes, and `xscale init NAME` writes one to a file."
+}
 """Folder of configs -> sentence on the command that lists it."""
 DEFAULT = "quickstart"
 COMMENT_WIDTH = 110
@@ -34,7 +36,10 @@ def run_recipes() -> dict[str, Path]:
 
 def recipe_names() -> list[str]:
     """The names that `xscale train NAME` takes: the recipes of runs, then the variants that have one."""
-    return [*run_recipes(), *(id for id in catalogue.ids() if catalogue.recipe_file(id) is not None)]
+    return [
+        *run_recipes(),
+        *(id for id in catalogue.ids() if catalogue.recipe_file(id) is not None),
+    ]
 
 
 def config_file(config: str | Path, folder: str = RUNS) -> Path:
@@ -58,7 +63,9 @@ def config_file(config: str | Path, folder: str = RUNS) -> Path:
     near += [f"'{name}' (without .yaml)" for name in get_close_matches(path.stem, names, n=2)]
     fix = f"Did you mean {' or '.join(near)}? " if near else f"{_listed(path.parent, files)} "
     raise ConfigError(
-        str(path), "there is no such file", fix + SHOWN_BY.get(folder, f"By name there are: {', '.join(names)}.")
+        str(path),
+        "there is no such file",
+        fix + SHOWN_BY.get(folder, f"By name there are: {', '.join(names)}."),
     )
 
 
@@ -96,7 +103,9 @@ def _named(word: str, folder: str) -> Path:
     shipped = _shipped(folder)
     if word not in shipped:
         raise ConfigError(
-            word, f"there is no such file, and configs/{folder} has none of this name", nearest(word, shipped)
+            word,
+            f"there is no such file, and configs/{folder} has none of this name",
+            nearest(word, shipped),
         )
     return shipped[word]
 
@@ -119,9 +128,18 @@ FAMOUS = {
     "bert": ("bert_masked", "is a small masked language model"),
     "roberta": ("bert_masked", "is a small masked language model"),
     "t5": ("t5_span", "is a small encoder-decoder with T5's objective"),
-    **dict.fromkeys(("mistral", "qwen", "gemma", "olmo", "phi"), ("dense_7b", "has LLaMA 2's 7B shape, which is near")),
-    "deepseek": ("mixtral_8x7b", "is a large mixture, and configs/model/moe_deepseek.yaml is DeepSeek's layer"),
-    **dict.fromkeys(("moe", "nano", "tiny"), ("quickstart", "is a small mixture of experts, in minutes on a CPU")),
+    **dict.fromkeys(
+        ("mistral", "qwen", "gemma", "olmo", "phi"),
+        ("dense_7b", "has LLaMA 2's 7B shape, which is near"),
+    ),
+    "deepseek": (
+        "mixtral_8x7b",
+        "is a large mixture, and configs/model/moe_deepseek.yaml is DeepSeek's layer",
+    ),
+    **dict.fromkeys(
+        ("moe", "nano", "tiny"),
+        ("quickstart", "is a small mixture of experts, in minutes on a CPU"),
+    ),
 }
 """Beginning of a famous model's name, without signs -> the recipe of configs/run that is nearest, and why."""
 
@@ -129,7 +147,9 @@ FAMOUS = {
 def _famous(word: str) -> str:
     """A sentence on the recipe that stands for a famous model; empty for a word that names none."""
     letters = "".join(letter for letter in word.lower() if letter.isalnum())
-    recipe, why = next((stand_in for name, stand_in in FAMOUS.items() if letters.startswith(name)), ("", ""))
+    recipe, why = next(
+        (stand_in for name, stand_in in FAMOUS.items() if letters.startswith(name)), ("", "")
+    )
     return f"The recipe '{recipe}' {why}." if recipe else ""
 
 
@@ -137,7 +157,11 @@ def _near(word: str) -> str:
     """A sentence on the recipe or variant whose name is near."""
     # A word of a few letters is near to too much: `llama` is no misspelling of `glam`.
     close = get_close_matches(word, recipe_names(), n=1, cutoff=0.75)
-    return f"Did you mean '{close[0]}'?" if close else "`xscale list recipes` and `xscale list xformers` show them."
+    return (
+        f"Did you mean '{close[0]}'?"
+        if close
+        else "`xscale list recipes` and `xscale list xformers` show them."
+    )
 
 
 def recipe_named(word: str) -> Path:
@@ -200,7 +224,9 @@ def summaries() -> list[RecipeSummary]:
                 needs_paths=not getattr(recipe.data.source, "paths", ("the library's",)),
             )
         )
-    return sorted(table, key=lambda entry: (entry.ranks, entry.precision != "float32", entry.parameters))
+    return sorted(
+        table, key=lambda entry: (entry.ranks, entry.precision != "float32", entry.parameters)
+    )
 
 
 def show(*, as_json: bool) -> None:
@@ -211,9 +237,15 @@ def show(*, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(entry) for entry in table], indent=2))
         return
-    print(f"recipes: {len(table)}; `xscale train NAME` trains one, `xscale init NAME` writes it to a file of your own")
+    print(
+        f"recipes: {len(table)}; `xscale train NAME` trains one, `xscale init NAME` writes it to a file of your own"
+    )
     for entry in table:
-        active = "" if entry.active_parameters == entry.parameters else f" ({quantity(entry.active_parameters)} active)"
+        active = (
+            ""
+            if entry.active_parameters == entry.parameters
+            else f" ({quantity(entry.active_parameters)} active)"
+        )
         facts = [
             f"{quantity(entry.parameters)} parameters{active}",
             f"{entry.ranks} {'rank' if entry.ranks == 1 else 'ranks'}",
@@ -222,7 +254,9 @@ def show(*, as_json: bool) -> None:
         ]
         print(f"  {entry.name}: {entry.summary}\n    {'; '.join(facts)}")
     variants = len(recipe_names()) - len(table)
-    print(f"{variants} variants of Transformers have a small recipe each, such as bigbird: `xscale list xformers`")
+    print(
+        f"{variants} variants of Transformers have a small recipe each, such as bigbird: `xscale list xformers`"
+    )
 
 
 def init(name: str, out: Path | None) -> None:
@@ -233,7 +267,9 @@ def init(name: str, out: Path | None) -> None:
     recipe = recipe_named(name)
     target = Path(f"{recipe.stem}.yaml") if out is None else out
     if target.suffix not in YAML:
-        raise ConfigError("--out", f"must be a .yaml file, got {str(target)!r}", f"Give --out {target}.yaml.")
+        raise ConfigError(
+            "--out", f"must be a .yaml file, got {str(target)!r}", f"Give --out {target}.yaml."
+        )
     _write_new(target, file_text(recipe, f"runs/{target.stem}"))
     print(f"wrote {target}, the recipe '{recipe.stem}' with all that it uses. Edit it, then:")
     print(f"  xscale plan {target} --check      find mistakes without starting")
@@ -247,7 +283,9 @@ def file_text(recipe: Path, run_folder: str) -> str:
     # That of the recipe may have a run already, which the file would resume.
     data["run"] = {**data.get("run", {}), "dir": run_folder}
     keys = config_keys()
-    missing = [key.path for key in keys.children(keys.root) if key.path not in data and key.path != "about"]
+    missing = [
+        key.path for key in keys.children(keys.root) if key.path not in data and key.path != "about"
+    ]
     heading = [
         f"# yaml-language-server: $schema={(configs_folder() / SCHEMA).as_uri()}",
         *wrapped(_heading(recipe), "# ", COMMENT_WIDTH),
@@ -266,7 +304,9 @@ def file_text(recipe: Path, run_folder: str) -> str:
     return "\n".join([*heading, *_commented(keys, [keys.root], data, ""), "", *footer]) + "\n"
 
 
-def _commented(keys: ConfigKeys, above: list[Key], data: dict[str, Any], indent: str) -> Iterator[str]:
+def _commented(
+    keys: ConfigKeys, above: list[Key], data: dict[str, Any], indent: str
+) -> Iterator[str]:
     """Lines of a section, with the sentence of each key; `above` are the keys that may hold it."""
     kind = data.get("kind")
     for name, value in data.items():
@@ -297,9 +337,15 @@ def _commented(keys: ConfigKeys, above: list[Key], data: dict[str, Any], indent:
 
 def _kinds(keys: ConfigKeys, above: list[Key]) -> Iterator[str]:
     """A line on the kinds that may fill a slot: all of them, or the command that lists them if they are many."""
-    for family in dict.fromkeys(family for key in above if (family := keys.family(key)) is not None):
+    for family in dict.fromkeys(
+        family for key in above if (family := keys.family(key)) is not None
+    ):
         kinds = list(keys.parts(family))
-        yield f"One of {', '.join(kinds)}." if len(kinds) <= FEW else f"One of {len(kinds)}: `xscale list {family}`."
+        yield (
+            f"One of {', '.join(kinds)}."
+            if len(kinds) <= FEW
+            else f"One of {len(kinds)}: `xscale list {family}`."
+        )
 
 
 def _commented_item(keys: ConfigKeys, above: list[Key], item: Any, indent: str) -> list[str]:
@@ -341,4 +387,6 @@ def _write_new(target: Path, text: str) -> None:
         fix = "Choose another with --out FILE.yaml."
         raise ConfigError(str(target), "the file exists, and is not overwritten", fix) from None
     except OSError as error:
-        raise ConfigError(str(target), f"cannot be written: {error.strerror}", "Choose another with --out.") from None
+        raise ConfigError(
+            str(target), f"cannot be written: {error.strerror}", "Choose another with --out."
+        ) from None

@@ -5,9 +5,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xscale.bench.compare import Comparison, VariantResult, figure, read_comparison, read_curve, table, variant_results
+from xscale.bench.compare import (
+    Comparison,
+    VariantResult,
+    figure,
+    read_comparison,
+    read_curve,
+    table,
+    variant_results,
+)
 from xscale.bench.train import TrainingSpeed, training_speeds
-from xscale.commands.study.train_runs import NamedRun, check_unchanged, read_named, train_unless_finished
+from xscale.commands.study.train_runs import (
+    NamedRun,
+    check_unchanged,
+    read_named,
+    train_unless_finished,
+)
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.measure.flops import size
 from xscale.observe.events import versions
@@ -39,7 +52,9 @@ def compare(
     }
     for name, recipe in recipes.items():
         if not recipe.train.eval_every:
-            raise ConfigError(f"{name}: train.eval_every", "a comparison needs evaluations", "Set it to 20.")
+            raise ConfigError(
+                f"{name}: train.eval_every", "a comparison needs evaluations", "Set it to 20."
+            )
     for seed in comparison.seeds:
         for name in comparison.variants:
             run = _named_run(comparison, name, seed, overrides, recipes[name])
@@ -56,16 +71,21 @@ def compare(
     return EXIT_DONE
 
 
-def _named_run(comparison: Comparison, name: str, seed: int, overrides: list[str], recipe: Recipe) -> NamedRun:
+def _named_run(
+    comparison: Comparison, name: str, seed: int, overrides: list[str], recipe: Recipe
+) -> NamedRun:
     variant = (*overrides, *comparison.variants[name])
-    return NamedRun(f"{name}, seed {seed}", comparison.run, variant, comparison.folder(name, seed), seed, recipe)
+    return NamedRun(
+        f"{name}, seed {seed}", comparison.run, variant, comparison.folder(name, seed), seed, recipe
+    )
 
 
 def _variant_results(
     comparison: Comparison, recipes: dict[str, Recipe], measured: dict[str, TrainingSpeed]
 ) -> list[VariantResult]:
     curves = {
-        name: [read_curve(comparison.folder(name, seed)) for seed in comparison.seeds] for name in comparison.variants
+        name: [read_curve(comparison.folder(name, seed)) for seed in comparison.seeds]
+        for name in comparison.variants
     }
     sizes: dict[str, Any] = {}
     for name, recipe in recipes.items():

@@ -72,7 +72,9 @@ def plan_runs(config: Ladder, overrides: Sequence[str]) -> list[tuple[LadderRun,
             model = build_on_meta(recipe, vocabulary_of(recipe))
             active = size(model).active
             per_sample = training_flops(model, recipe.data.target_length, recipe.data.source_length)
-            wanted = config.tokens or [round(ratio * active) for ratio in config.tokens_per_parameter]
+            wanted = config.tokens or [
+                round(ratio * active) for ratio in config.tokens_per_parameter
+            ]
             for tokens in wanted:
                 steps = _steps(recipe, tokens, size_name)
                 samples = steps * recipe.train.batch_size
@@ -94,7 +96,9 @@ def plan_runs(config: Ladder, overrides: Sequence[str]) -> list[tuple[LadderRun,
                         samples * per_sample,
                     )
                     folder = Path(config.dir) / name
-                    runs.append((run, NamedRun(name, config.run, run_overrides, folder, seed, final)))
+                    runs.append(
+                        (run, NamedRun(name, config.run, run_overrides, folder, seed, final))
+                    )
     return sorted(runs, key=lambda pair: pair[0].flops)
 
 
@@ -118,7 +122,9 @@ def launch_arguments(file: Path, overrides: Sequence[str], options: str) -> list
     folder = Path(config.dir)
     members = folder / "members.json"
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(members, json.dumps({run.name: list(run.overrides) for run, _ in runs}, indent=1).encode())
+    write_atomically(
+        members, json.dumps({run.name: list(run.overrides) for run, _ in runs}, indent=1).encode()
+    )
     directory = f"run.dir={json.dumps(str(folder))}"
     return [
         "slurm",

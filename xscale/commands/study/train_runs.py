@@ -68,7 +68,9 @@ def check_unchanged(run: NamedRun, fix: str) -> None:
         ]
     if changed:
         what = "this run has another config:"
-        raise ConfigError([Problem(str(run.folder), f"{what} {text}", fix) for text in dict.fromkeys(changed)])
+        raise ConfigError(
+            [Problem(str(run.folder), f"{what} {text}", fix) for text in dict.fromkeys(changed)]
+        )
 
 
 def train_unless_finished(run: NamedRun, say: Callable[[str], None]) -> None:
@@ -78,12 +80,24 @@ def train_unless_finished(run: NamedRun, say: Callable[[str], None]) -> None:
     say(f"{run.name}: training in {run.folder}")
     overrides = [*run.overrides, f"run.dir={json.dumps(str(run.folder))}", f"run.seed={run.seed}"]
     # A separate process, so that no run inherits another one's memory.
-    command = [sys.executable, "-m", "xscale", "train", run.config, *overrides, "observe.progress=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "xscale",
+        "train",
+        run.config,
+        *overrides,
+        "observe.progress=false",
+    ]
     run.folder.mkdir(parents=True, exist_ok=True)
     with open_run_file(run.folder / "output.txt", "ab") as output:
-        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        status = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
     if status:
-        raise FaultError(f"{run.name}: training failed with exit status {status}; see {run.folder / 'output.txt'}")
+        raise FaultError(
+            f"{run.name}: training failed with exit status {status}; see {run.folder / 'output.txt'}"
+        )
 
 
 def last_evaluation(folder: Path, steps: int) -> float | None:

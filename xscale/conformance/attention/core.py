@@ -44,7 +44,11 @@ DOCUMENTS = (70, 30, 200)
 
 def modes(entry: Entry[Any]) -> list[bool]:
     """The settings of `causal` that the core declares."""
-    outcome = [causal for causal, able in ((True, entry.traits.causal), (False, entry.traits.bidirectional)) if able]
+    outcome = [
+        causal
+        for causal, able in ((True, entry.traits.causal), (False, entry.traits.bidirectional))
+        if able
+    ]
     assert outcome, f"{entry.name} is neither causal nor bidirectional: nothing could use it"
     return outcome
 
@@ -65,10 +69,16 @@ def hides_the_future(entry: Entry[Any], training: bool) -> None:
     full = run(part, *inputs, mask=mask)
     for cut in CUTS[::2] if training else CUTS:
         changed = run(part, *[other_from(x, cut) for x in inputs], mask=mask)
-        assert close(changed[:, :, :cut], full[:, :, :cut]), f"tokens before {cut} know those from it on, {mode}"
-        assert not close(changed[:, :, cut:], full[:, :, cut:]), "the core does not look at its input"
+        assert close(changed[:, :, :cut], full[:, :, :cut]), (
+            f"tokens before {cut} know those from it on, {mode}"
+        )
+        assert not close(changed[:, :, cut:], full[:, :, cut:]), (
+            "the core does not look at its input"
+        )
         leaves = [x.detach().requires_grad_() for x in inputs]
-        for gradient in gradients_of(run(part, *leaves, mask=mask)[:, :, :cut].square().sum(), leaves):
+        for gradient in gradients_of(
+            run(part, *leaves, mask=mask)[:, :, :cut].square().sum(), leaves
+        ):
             assert not gradient[:, :, cut:].any(), f"gradients reach tokens from {cut} on, {mode}"
 
 
@@ -77,9 +87,13 @@ def it_looks_both_ways(entry: Entry[Any]) -> None:
     part, (q, k, v) = core(entry, causal=False), qkv()
     full = run(part, q, k, v)
     behind = run(part, q, other_from(k, LENGTH // 2), other_from(v, LENGTH // 2))
-    assert not close(behind[:, :, : LENGTH // 2], full[:, :, : LENGTH // 2]), "no token sees what comes after it"
+    assert not close(behind[:, :, : LENGTH // 2], full[:, :, : LENGTH // 2]), (
+        "no token sees what comes after it"
+    )
     before = run(part, q, *[other_from(x.flip(2), LENGTH // 2).flip(2) for x in (k, v)])
-    assert not close(before[:, :, LENGTH // 2 :], full[:, :, LENGTH // 2 :]), "no token sees what stands before it"
+    assert not close(before[:, :, LENGTH // 2 :], full[:, :, LENGTH // 2 :]), (
+        "no token sees what stands before it"
+    )
 
 
 @check("core")
@@ -87,15 +101,23 @@ def it_is_causal_or_bidirectional(entry: Entry[Any]) -> None:
     assert modes(entry)
 
 
-@check("core", lambda entry: entry.traits.cross, values={f"{counts[0]}-{counts[1]}": counts for counts in CROSS})
+@check(
+    "core",
+    lambda entry: entry.traits.cross,
+    values={f"{counts[0]}-{counts[1]}": counts for counts in CROSS},
+)
 def queries_and_keys_may_differ_in_number(entry: Entry[Any], queries: int, keys: int) -> None:
     part, (q, k, v) = core(entry, causal=True, cross=True), qkv(queries, keys)
     full = run(part, q, k, v, causal=False)
-    assert not close(run(part, q, other_from(k, keys - 1), other_from(v, keys - 1), causal=False), full)
+    assert not close(
+        run(part, q, other_from(k, keys - 1), other_from(v, keys - 1), causal=False), full
+    )
     other = run(part, other_from(q, queries - 1), k, v, causal=False)
     assert not close(other, full)
     # In a decoder the queries are the tokens it writes, so one that knew of the others would know what comes.
-    assert close(other[:, :, : queries - 1], full[:, :, : queries - 1]), "a query's output depends on other queries"
+    assert close(other[:, :, : queries - 1], full[:, :, : queries - 1]), (
+        "a query's output depends on other queries"
+    )
 
 
 @check("core", lambda entry: entry.traits.per_head)
@@ -107,7 +129,9 @@ def slices_of_heads_make_the_whole(entry: Entry[Any]) -> None:
             half = core(entry, causal=causal, heads=2)
             half.first_head = first
             axes = parameter_axes(full)
-            for (name, local), (_, complete) in zip(half.named_parameters(), full.named_parameters(), strict=True):
+            for (name, local), (_, complete) in zip(
+                half.named_parameters(), full.named_parameters(), strict=True
+            ):
                 cut: Tensor = complete.detach()
                 for dim, axis in enumerate(axes[name]):
                     if axis in ("heads", "kv_heads"):
@@ -148,7 +172,9 @@ def measured(entry: Entry[Any], length: int) -> tuple[float, float, float]:
         seen += int(gradient[0].any(-1).sum())
     keys = seen / 2 / len(range(0, length, 16))
     names = {"T": length, "S": length, "K": HEAD_WIDTH, "H": 2, "w": keys, **dict(example(entry))}
-    formula = 2 * eval(entry.traits.cost, {"min": min, "max": max, "ceil": math.ceil, "log": math.log, **names})
+    formula = 2 * eval(
+        entry.traits.cost, {"min": min, "max": max, "ceil": math.ceil, "log": math.log, **names}
+    )
     return counter.get_total_flops() / 2, part.multiply_adds(length, length, 2, HEAD_WIDTH), formula
 
 
@@ -172,12 +198,23 @@ def packed_documents_stay_apart(entry: Entry[Any]) -> None:
     for causal in modes(entry):
         part, inputs = core(entry, causal=causal), qkv()
         packed = run(part, *inputs, query_documents=numbers, key_documents=numbers)
-        changed = run(part, *[other_from(x, starts[2]) for x in inputs], query_documents=numbers, key_documents=numbers)
-        assert close(changed[:, :, : starts[2]], packed[:, :, : starts[2]]), "a document sees the one behind it"
+        changed = run(
+            part,
+            *[other_from(x, starts[2]) for x in inputs],
+            query_documents=numbers,
+            key_documents=numbers,
+        )
+        assert close(changed[:, :, : starts[2]], packed[:, :, : starts[2]]), (
+            "a document sees the one behind it"
+        )
         flipped = [other_from(x.flip(2), LENGTH - starts[1]).flip(2) for x in inputs]
         changed = run(part, *flipped, query_documents=numbers, key_documents=numbers)
-        assert close(changed[:, :, starts[1] :], packed[:, :, starts[1] :]), "a document sees the one before it"
-        alone = [run(part, *[x[:, :, begin:end] for x in inputs]) for begin, end in pairwise(starts)]
+        assert close(changed[:, :, starts[1] :], packed[:, :, starts[1] :]), (
+            "a document sees the one before it"
+        )
+        alone = [
+            run(part, *[x[:, :, begin:end] for x in inputs]) for begin, end in pairwise(starts)
+        ]
         same = close(torch.cat(alone, 2), packed)
         assert same != entry.traits.position_dependent, (
             "packed documents against documents apart: not what `position_dependent` says"
@@ -192,8 +229,18 @@ def packed_documents_stay_apart(entry: Entry[Any]) -> None:
 def documents_of_two_sequences_stay_apart(entry: Entry[Any], keys: tuple[int, ...]) -> None:
     """Cross attention over packed documents is that over each pair of documents by itself."""
     part, (q, k, v) = core(entry, causal=True, cross=True), qkv(LENGTH, sum(keys))
-    packed = run(part, q, k, v, causal=False, query_documents=numbered(*DOCUMENTS), key_documents=numbered(*keys))
-    pieces = (torch.split(x, list(lengths), 2) for x, lengths in ((q, DOCUMENTS), (k, keys), (v, keys)))
+    packed = run(
+        part,
+        q,
+        k,
+        v,
+        causal=False,
+        query_documents=numbered(*DOCUMENTS),
+        key_documents=numbered(*keys),
+    )
+    pieces = (
+        torch.split(x, list(lengths), 2) for x, lengths in ((q, DOCUMENTS), (k, keys), (v, keys))
+    )
     separate = [run(part, *piece, causal=False) for piece in zip(*pieces, strict=True)]
     assert close(torch.cat(separate, 2), packed)
 
@@ -224,9 +271,17 @@ def exact_is_softmax(entry: Entry[Any]) -> None:
         masks = [AttentionMask(LENGTH, LENGTH, causal)]
         if entry.traits.documents:
             numbers = numbered(*DOCUMENTS)
-            masks.append(AttentionMask(LENGTH, LENGTH, causal, query_documents=numbers, key_documents=numbers))
+            masks.append(
+                AttentionMask(
+                    LENGTH, LENGTH, causal, query_documents=numbers, key_documents=numbers
+                )
+            )
         if entry.traits.bias:
-            masks.append(AttentionMask(LENGTH, LENGTH, causal, bias=torch.randn(1, 4, LENGTH, LENGTH, dtype=q.dtype)))
+            masks.append(
+                AttentionMask(
+                    LENGTH, LENGTH, causal, bias=torch.randn(1, 4, LENGTH, LENGTH, dtype=q.dtype)
+                )
+            )
         for mask in masks:
             assert close(run(part, q, k, v, mask=mask), naive(q, k, v, mask))
 
@@ -246,15 +301,27 @@ def a_bias_counts(entry: Entry[Any]) -> None:
         late = slice(80, None)
         apart = v.clone()
         apart[:, :, 7] += 1
-        assert close(run(part, q, k, apart, bias=against)[:, 1, late], biased[:, 1, late]), "key 7 is still seen"
-        assert close(biased[:, 0], full[:, 0]) == entry.traits.per_head, "another head's bias is heard"
+        assert close(run(part, q, k, apart, bias=against)[:, 1, late], biased[:, 1, late]), (
+            "key 7 is still seen"
+        )
+        assert close(biased[:, 0], full[:, 0]) == entry.traits.per_head, (
+            "another head's bias is heard"
+        )
         assert not close(biased[:, 1], full[:, 1]), "the bias is not heard"
         if part.uses_relative_bias:
             positions, line = torch.arange(LENGTH), drawn(4, 2 * LENGTH - 1)
-            wanted = run(part, q, k, v, bias=line[None, :, positions[None] - positions[:, None] + LENGTH - 1])
+            wanted = run(
+                part, q, k, v, bias=line[None, :, positions[None] - positions[:, None] + LENGTH - 1]
+            )
             # Places behind the sequence fill up blocks.
             outcome = run(
-                part, q, k, v, relative_bias=lambda after, line=line: line[:, (after + LENGTH - 1) % line.shape[1]]
+                part,
+                q,
+                k,
+                v,
+                relative_bias=lambda after, line=line: line[
+                    :, (after + LENGTH - 1) % line.shape[1]
+                ],
             )
             assert close(outcome, wanted), "a bias by distance is another one than score by score"
 
@@ -269,9 +336,9 @@ class EveryTerm(Position):
         Module.__init__(self)
 
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
-        return pairs.select_heads(torch.tensor([1.0, 2.0, -1.0, 0.5], dtype=q.dtype))[:, None, None] * (
-            q[..., :1] @ k.repeat_interleave(q.shape[1] // k.shape[1], 1)[..., :1].mT
-        )
+        return pairs.select_heads(torch.tensor([1.0, 2.0, -1.0, 0.5], dtype=q.dtype))[
+            :, None, None
+        ] * (q[..., :1] @ k.repeat_interleave(q.shape[1] // k.shape[1], 1)[..., :1].mT)
 
     def values(self, weights: Tensor, pairs: Pairs) -> Tensor:
         return weights[..., :HEAD_WIDTH] * 3
@@ -288,20 +355,26 @@ def terms_of_a_position_count(entry: Entry[Any]) -> None:
         # core adds that has values of its own.
         unit, none = torch.zeros_like(v), torch.zeros_like(v)
         unit[:, :, range(HEAD_WIDTH), range(HEAD_WIDTH)] = 1
-        weights = run(part, q, k, unit, bias=terms.scores(q, k)) - run(part, q, k, none, bias=terms.scores(q, k))
+        weights = run(part, q, k, unit, bias=terms.scores(q, k)) - run(
+            part, q, k, none, bias=terms.scores(q, k)
+        )
         assert close(run(part, q, k, v, position_terms=terms), biased + 3 * weights)
         first = torch.zeros_like(terms.scores(q, k))
         first[:, 0, :, 0] = 1.5
         both = run(part, q, k, v, bias=terms.scores(q, k) + first)
         weights = run(part, q, k, unit, bias=terms.scores(q, k) + first)
         weights -= run(part, q, k, none, bias=terms.scores(q, k) + first)
-        assert close(run(part, q, k, v, position_terms=terms, bias=first), both + 3 * weights), "a bias is forgotten"
+        assert close(run(part, q, k, v, position_terms=terms, bias=first), both + 3 * weights), (
+            "a bias is forgotten"
+        )
 
 
 @check("core")
 def registered_traits_are_those_of_the_example(entry: Entry[Any]) -> None:
     """A core that is made of others has the traits that follow from them; its registered ones are listed."""
-    assert replace(entry.part.traits_of(entry.part.example()), cost="") == replace(entry.traits, cost="")
+    assert replace(entry.part.traits_of(entry.part.example()), cost="") == replace(
+        entry.traits, cost=""
+    )
 
 
 @check("core")
@@ -337,8 +410,12 @@ def a_sequence_can_be_spread_as_declared(entry: Entry[Any]) -> None:
             assert entry.traits.exact, "a ring adds up the softmax over each rank's keys"
         elif style == "halo":
             part = core(entry)
-            assert part.block_layout(LENGTH, HEADS) is not None, "a halo is fetched by the layout's blocks"
-            assert entry.traits.decode, "a rank's queries stand behind the keys of the ranks before it"
+            assert part.block_layout(LENGTH, HEADS) is not None, (
+                "a halo is fetched by the layout's blocks"
+            )
+            assert entry.traits.decode, (
+                "a rank's queries stand behind the keys of the ranks before it"
+            )
         elif style == "scan":
             _scans(entry)
         else:
@@ -369,7 +446,13 @@ def _scans(entry: Entry[Any]) -> None:
 
         some, length = [x[:, :, first:last] for x in (q, k, v)], last - first
         outs.append(
-            run(part, *some, mask=AttentionMask(length, length, True, prior_state=before, carried_state=taken_on))
+            run(
+                part,
+                *some,
+                mask=AttentionMask(
+                    length, length, True, prior_state=before, carried_state=taken_on
+                ),
+            )
         )
     assert close(torch.cat(outs, 2), full)
     assert (sizes or {0}) == {part.transition_size}

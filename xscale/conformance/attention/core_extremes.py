@@ -36,7 +36,9 @@ def results(part: Core, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     torch.manual_seed(0)
     out = part(*leaves, AttentionMask(q.shape[2], k.shape[2], part.causal))
     weights = drawn(*out.shape, seed=5).to(out.dtype)
-    gradients = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        (out * weights).sum(), leaves, allow_unused=True, materialize_grads=True
+    )
     return [x.detach().double() for x in (out, *gradients)]
 
 
@@ -61,12 +63,21 @@ def holds(entry: Entry[Any], length: int, dtype: torch.dtype, spread: float) -> 
         if not all(x.isfinite().all() for x in wanted):
             continue
         outcome = results(part, q, k, v)
-        assert all(x.isfinite().all() for x in outcome), f"not finite: {length} tokens, {dtype}, spread {spread}"
+        assert all(x.isfinite().all() for x in outcome), (
+            f"not finite: {length} tokens, {dtype}, spread {spread}"
+        )
         changes = [0.0] * len(wanted)
         for seed in range(3):
             noise = [1 + ROUNDING[dtype] * drawn(*x.shape, seed=seed) for x in (q, k, v)]
-            rounded_otherwise = [x.double() * factor for x, factor in zip((q, k, v), noise, strict=True)]
-            changes = [max(pair) for pair in zip(changes, off(results(exact, *rounded_otherwise), wanted), strict=True)]
+            rounded_otherwise = [
+                x.double() * factor for x, factor in zip((q, k, v), noise, strict=True)
+            ]
+            changes = [
+                max(pair)
+                for pair in zip(
+                    changes, off(results(exact, *rounded_otherwise), wanted), strict=True
+                )
+            ]
         for error, change in zip(off(outcome, wanted), changes, strict=True):
             assert error <= SHARE[dtype] + TIMES * change, (
                 f"{length} tokens, {dtype}, spread {spread}: {error}, {change}"

@@ -22,11 +22,15 @@ def values_of_ones_give_ones_where_declared(entry: Entry[Any]) -> None:
             part = core(entry, causal=causal, heads=2)
             for length in LENGTHS:
                 q, k, v = (x[:1] for x in qkv(length, heads=2, groups=2))
-                furthest = max(furthest, float((run(part, q, k, torch.ones_like(v)) - 1).abs().max()))
+                furthest = max(
+                    furthest, float((run(part, q, k, torch.ones_like(v)) - 1).abs().max())
+                )
         if entry.traits.cross:
             part = core(entry, causal=True, cross=True, heads=2)
             for queries, keys in CROSS:
                 q, k, v = (x[:1] for x in qkv(queries, keys, heads=2, groups=2))
                 out = run(part, q, k, torch.ones_like(v), causal=False)
                 furthest = max(furthest, float((out - 1).abs().max()))
-    assert (furthest < 1e-6) == entry.traits.normalised, f"a value of 1 gives one that is off by {furthest}"
+    assert (furthest < 1e-6) == entry.traits.normalised, (
+        f"a value of 1 gives one that is off by {furthest}"
+    )

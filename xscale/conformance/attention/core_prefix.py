@@ -27,9 +27,13 @@ def a_core_reads_a_prefix_both_ways(entry: Entry[Any]) -> None:
     assert entry.traits.documents
     inputs, causal = qkv(FIRST + SECOND), core(entry)
     plain = run(causal, *inputs, query_documents=documents, key_documents=documents)
-    out = run(causal, *inputs, query_documents=documents, key_documents=documents, key_prefix=in_prefix())
+    out = run(
+        causal, *inputs, query_documents=documents, key_documents=documents, key_prefix=in_prefix()
+    )
     assert close(out[:, :, both], run(core(entry, causal=False), *[x[:, :, both] for x in inputs]))
     outside = ~in_prefix()[0]
     assert close(out[:, :, outside], plain[:, :, outside])
     assert not close(out, plain)
-    assert close(run(causal, *inputs, key_prefix=torch.zeros(2, FIRST + SECOND).bool()), run(causal, *inputs))
+    assert close(
+        run(causal, *inputs, key_prefix=torch.zeros(2, FIRST + SECOND).bool()), run(causal, *inputs)
+    )

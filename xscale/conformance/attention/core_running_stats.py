@@ -16,7 +16,11 @@ from xscale.nn.tokens import Stats
 
 def running_parameters(part: Core) -> torch.Tensor:
     """All parameters without a gradient, flattened."""
-    still = [parameter.detach().flatten() for parameter in part.parameters() if not parameter.requires_grad]
+    still = [
+        parameter.detach().flatten()
+        for parameter in part.parameters()
+        if not parameter.requires_grad
+    ]
     return torch.cat(still).clone() if still else torch.zeros(0)
 
 
@@ -31,7 +35,10 @@ def collected_stats(part: Core, causal: bool, seed: int = 0) -> dict[str, torch.
 @check("core")
 def only_they_have_parameters_without_a_gradient(entry: Entry[Any]) -> None:
     for causal in modes(entry):
-        assert bool(running_parameters(core(entry, causal=causal)).numel()) == entry.traits.running_stats
+        assert (
+            bool(running_parameters(core(entry, causal=causal)).numel())
+            == entry.traits.running_stats
+        )
 
 
 @check("core", lambda entry: entry.traits.running_stats)
@@ -45,7 +52,9 @@ def the_state_follows_the_tokens(entry: Entry[Any]) -> None:
         assert not close(after, before), "update_state changes nothing"
         other = core(entry, causal=causal)
         update_non_gradient_state(other, collected_stats(other, causal, seed=1))
-        assert not close(running_parameters(other), after), "the state does not depend on the tokens"
+        assert not close(running_parameters(other), after), (
+            "the state does not depend on the tokens"
+        )
         tally = Stats()
         run(part.eval(), *qkv(), mask=AttentionMask(LENGTH, LENGTH, causal, stats=tally))
         assert tally.means() == {}, "evaluation collects statistics"
@@ -57,7 +66,11 @@ def statistics_of_ranks_with_other_heads_average_to_the_full_model(entry: Entry[
     for causal in modes(entry):
         full, tally = core(entry, causal=causal).train(), Stats()
         means = collected_stats(full, causal)
-        names = {name: parameter for name, parameter in full.named_parameters() if not parameter.requires_grad}
+        names = {
+            name: parameter
+            for name, parameter in full.named_parameters()
+            if not parameter.requires_grad
+        }
         for first in (0, 2):
             half = core(entry, causal=causal).train()
             for name, parameter in names.items():

@@ -94,7 +94,9 @@ def with_noise(config: Any) -> Any:
 
 def modes(case: Case) -> list[bool]:
     """The settings of `causal` that mixer and core declare."""
-    able = [case[0].traits] + ([CORES.of(case[1].core).traits] if "core" in type(case[1]).model_fields else [])
+    able = [case[0].traits] + (
+        [CORES.of(case[1].core).traits] if "core" in type(case[1]).model_fields else []
+    )
     return [
         causal
         for causal, trait in ((True, "causal"), (False, "bidirectional"))
@@ -150,7 +152,9 @@ def another_sequence_is_read(case: Case) -> None:
     assert full.shape == x.shape
     assert not close(part(x, tokens(31), other_from(memory, 76, 1), tokens(77)), full)
     alone = part(other_from(x, 5, 1), tokens(31), memory, tokens(77))
-    assert close(alone[:, :5], full[:, :5]), "cross attention moves information between the reader's tokens"
+    assert close(alone[:, :5], full[:, :5]), (
+        "cross attention moves information between the reader's tokens"
+    )
 
 
 @check("mixer", subjects=cases("documents"), at_start=True)
@@ -160,7 +164,9 @@ def packed_documents_stay_apart(case: Case) -> None:
     for causal in modes(case):
         part, x = built(case, causal=causal), drawn(2, LENGTH, WIDTH)
         packed = part(x, tokens(LENGTH, documents=numbers))
-        assert close(part(other_from(x, 70, 1), tokens(LENGTH, documents=numbers))[:, :70], packed[:, :70])
+        assert close(
+            part(other_from(x, 70, 1), tokens(LENGTH, documents=numbers))[:, :70], packed[:, :70]
+        )
         before = other_from(x.flip(1), 80, 1).flip(1)
         assert close(part(before, tokens(LENGTH, documents=numbers))[:, 70:], packed[:, 70:])
 
@@ -173,7 +179,9 @@ def a_prefix_is_read_both_ways(entry: Entry[Any]) -> None:
     documents, prefix = numbered(12, 20), torch.zeros(2, 32, dtype=torch.bool)
     prefix[:, 12:20] = True
     x = drawn(2, 32, WIDTH)
-    out, plain = (causal(x, tokens(32, documents=documents, prefix=seen)) for seen in (prefix, None))
+    out, plain = (
+        causal(x, tokens(32, documents=documents, prefix=seen)) for seen in (prefix, None)
+    )
     assert close(out[:, 12:20], other(x[:, 12:20], tokens(8)))
     assert close(out[~prefix], plain[~prefix])
     assert not close(out, plain)
@@ -189,7 +197,9 @@ def incremental_is_parallel(case: Case, chunks: list[int]) -> None:
     for size in chunks:
         around = tokens(start + size)
         now = type(around)(
-            ids=around.ids[:, start:], positions=around.positions[:, start:], forward=Forward(cache=cache)
+            ids=around.ids[:, start:],
+            positions=around.positions[:, start:],
+            forward=Forward(cache=cache),
         )
         outputs.append(part(x[:, start : start + size], now))
         start += size
@@ -243,7 +253,9 @@ def every_choice_of_a_core_is_refused_or_runs(entry: Entry[Any]) -> None:
     for _, config in settings(entry, "bidirectional", True):
         for name, field in type(config.core).model_fields.items():
             for value in choices(field.annotation):
-                chosen = config.model_copy(update={"core": config.core.model_copy(update={name: value})})
+                chosen = config.model_copy(
+                    update={"core": config.core.model_copy(update={name: value})}
+                )
                 around = dims(length=LENGTH, causal=False)
                 if entry.part.check(chosen, around, entry.name):
                     continue

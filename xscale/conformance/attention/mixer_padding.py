@@ -48,7 +48,9 @@ def a_padded_sample_is_as_it_is_alone(case: Case) -> None:
         for row, length in enumerate(LENGTHS):
             alone = x[row : row + 1, :length].clone().requires_grad_()
             out = mixer(alone, Tokens.from_ids(batch.ids[row : row + 1, :length]))
-            assert close(full[row : row + 1, :length], out), f"a text of {length} tokens sees its padding"
+            assert close(full[row : row + 1, :length], out), (
+                f"a text of {length} tokens sees its padding"
+            )
             (wanted,) = torch.autograd.grad((out * weights[row : row + 1, :length]).sum(), alone)
             assert close(slope[row : row + 1, :length], wanted)
             assert close(slope[row, length:], torch.zeros_like(slope[row, length:]))
@@ -64,4 +66,6 @@ def packed_documents_are_refused_in_words(entry: Entry[Any]) -> None:
         mixer(drawn(2, LENGTH, WIDTH), tokens(LENGTH, documents=numbers))
     except ConfigError as error:
         refusal = str(error)
-    assert "cannot mask packed documents from each other" in refusal, "packed documents are taken, and not kept apart"
+    assert "cannot mask packed documents from each other" in refusal, (
+        "packed documents are taken, and not kept apart"
+    )

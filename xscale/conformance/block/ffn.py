@@ -74,7 +74,9 @@ def a_token_uses_a_part_of_the_weights_where_declared(entry: Entry[Any]) -> None
         out = part(drawn(1, 1, WIDTH, seed=seed), tokens(1, 1)).square().sum()
         gradients = torch.autograd.grad(out, parameters, allow_unused=True)
         used = sum(int(gradient.count_nonzero()) for gradient in gradients if gradient is not None)
-        assert (used < 0.45 * sum(parameter.numel() for parameter in parameters)) == entry.traits.sparse
+        assert (
+            used < 0.45 * sum(parameter.numel() for parameter in parameters)
+        ) == entry.traits.sparse
 
 
 @check("ffn", lambda entry: not entry.traits.sparse)
@@ -93,9 +95,13 @@ def a_token_reads_the_one_before_it_in_its_document(entry: Entry[Any]) -> None:
     differs = (part(changed, tokens(LENGTH)) - full).abs().amax((0, 2)) > 1e-9
     assert differs.nonzero().flatten().tolist() == [7, 8]
     packed = part(x, tokens(LENGTH, documents=numbered(9, 2, LENGTH - 11)))
-    apart = [part(piece, tokens(piece.shape[1])) for piece in torch.split(x, [9, 2, LENGTH - 11], 1)]
+    apart = [
+        part(piece, tokens(piece.shape[1])) for piece in torch.split(x, [9, 2, LENGTH - 11], 1)
+    ]
     assert close(packed, torch.cat(apart, 1))
     cache, around = dict[str, Any](), tokens(LENGTH)
     for begin, end in [(0, 5), (5, 6), (6, LENGTH)]:
-        new = Tokens(around.ids[:, begin:end], around.positions[:, begin:end], forward=Forward(cache=cache))
+        new = Tokens(
+            around.ids[:, begin:end], around.positions[:, begin:end], forward=Forward(cache=cache)
+        )
         assert close(part(x[:, begin:end], new), full[:, begin:end])

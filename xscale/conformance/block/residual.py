@@ -55,7 +55,9 @@ def the_stream_is_the_hidden_states_where_declared(entry: Entry[Any]) -> None:
     stack, x = built(entry), states()
     streams = [stream_after(stack, blocks, x) for blocks in range(3)]
     are_states = all(isinstance(stream, Tensor) and stream.shape == x.shape for stream in streams)
-    begins_so = are_states and close(streams[0], x) and close(stack.stream.end(streams[2]), streams[2])
+    begins_so = (
+        are_states and close(streams[0], x) and close(stack.stream.end(streams[2]), streams[2])
+    )
     assert begins_so == entry.traits.hidden_states
     assert entry.traits.hidden_states or entry.part.form, "`form` says what the stream is"
 
@@ -75,7 +77,9 @@ def a_pipeline_sends_the_stream_whole(entry: Entry[Any]) -> None:
     expected, sublayers = stack(x, about()), 0
     for blocks in range(2):
         tensors = stack.stream.to_tensors(stream_after(stack, blocks, x))
-        assert len(tensors) == stack.stream.sent(sublayers), f"{len(tensors)} tensors behind {sublayers} sublayers"
+        assert len(tensors) == stack.stream.sent(sublayers), (
+            f"{len(tensors)} tensors behind {sublayers} sublayers"
+        )
         assert all(tensor.shape == x.shape for tensor in tensors)
         stream = stack.stream.from_tensors(tuple(tensor.clone() for tensor in tensors))
         for layer in range(blocks, 2):

@@ -2,9 +2,21 @@
 
 from typing import Any
 
-from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requirements, SentenceHeadLayout
+from xscale.convert.hf.architecture import (
+    Architecture,
+    Data,
+    ModelSizes,
+    Requirements,
+    SentenceHeadLayout,
+)
 from xscale.convert.hf.bert import TYPES, BertFamily
-from xscale.convert.mapping import DUPLICATED, WeightMapping, positions_and_types, weight, with_biases
+from xscale.convert.mapping import (
+    DUPLICATED,
+    WeightMapping,
+    positions_and_types,
+    weight,
+    with_biases,
+)
 
 LAYER = "albert.encoder.albert_layer_groups.0.albert_layers.0"
 """Prefix of the one block's tensors."""
@@ -18,9 +30,17 @@ class AlbertFamily(BertFamily):
         require.one_of("model.stack.share", config.stack.share, "all")
         if config.embedding_width is None:
             what = "has a linear map from the embeddings to the blocks"
-            require.reject("model.embedding_width", f"{require.architecture} {what}", "An embedding_width would map.")
+            require.reject(
+                "model.embedding_width",
+                f"{require.architecture} {what}",
+                "An embedding_width would map.",
+            )
         data = super().to_hf(config, sizes, require)
-        layers = {"embedding_size": config.embedding_width, "num_hidden_groups": 1, "inner_group_num": 1}
+        layers = {
+            "embedding_size": config.embedding_width,
+            "num_hidden_groups": 1,
+            "inner_group_num": 1,
+        }
         return data and data | layers
 
     def from_hf(self, data: Data, require: Requirements) -> Data:
@@ -46,8 +66,15 @@ class AlbertFamily(BertFamily):
             weight("head.transform.dense.weight", f"{self.dense}.weight"),
             weight("head.transform.norm.weight", f"{self.norm}.weight"),
         ]
-        positions, types = f"{embeddings}.position_embeddings.weight", f"{embeddings}.token_type_embeddings.weight"
-        tables = [weight("embed.position.weight", f"{positions} {types}", positions_and_types(0, self.types))]
+        positions, types = (
+            f"{embeddings}.position_embeddings.weight",
+            f"{embeddings}.token_type_embeddings.weight",
+        )
+        tables = [
+            weight(
+                "embed.position.weight", f"{positions} {types}", positions_and_types(0, self.types)
+            )
+        ]
         if config.token_types:
             tables = [weight("embed.position.weight", positions), weight("embed.types", types)]
         outer = [weight("embed.table.weight", f"{embeddings}.word_embeddings.weight"), *tables]
@@ -62,7 +89,9 @@ class AlbertFamily(BertFamily):
         return [*outer, *with_biases(maps, True)]
 
 
-SENTENCE_ORDER = SentenceHeadLayout("AlbertForPreTraining", "albert.pooler", "sop_classifier.classifier", "sop_logits")
+SENTENCE_ORDER = SentenceHeadLayout(
+    "AlbertForPreTraining", "albert.pooler", "sop_classifier.classifier", "sop_logits"
+)
 ALBERT_HEAD = ("predictions.dense", "predictions.LayerNorm", "predictions.bias")
 _FAMILY = AlbertFamily("albert", "albert", "AlbertForMaskedLM", 0, *ALBERT_HEAD, 2)
 ALBERT = Architecture(

@@ -78,7 +78,9 @@ class SentenceHeadLayout:
     def weights(self) -> list[WeightMapping]:
         """Map the tensors of the head."""
         pooler = weight("head.sentence.pooler.dense.weight", f"{self.pooler}.weight")
-        return with_biases([pooler, weight("head.sentence.classifier.weight", f"{self.classifier}.weight")], True)
+        return with_biases(
+            [pooler, weight("head.sentence.classifier.weight", f"{self.classifier}.weight")], True
+        )
 
     @staticmethod
     def require(config: Any, require: Requirements) -> None:
@@ -109,7 +111,9 @@ class Architecture:
     """Patterns of tensors that the mapping ignores: computed tables, heads of other tasks."""
     fallbacks: tuple[tuple[str, str], ...] = ()
     """Tensors that may be missing from the file, each with the tensor used instead (tied weights)."""
-    with_tensors: Callable[[Data, Callable[[str], Tensor | None]], Data] = lambda section, tensor: section
+    with_tensors: Callable[[Data, Callable[[str], Tensor | None]], Data] = lambda section, tensor: (
+        section
+    )
     """Complete the `model` section by the tensors of the file; `tensor(name)` returns one, or None."""
     notes: tuple[str, ...] = ()
     """Notes for users of the exported model."""
@@ -137,7 +141,11 @@ class Architecture:
     def loader_of(self, config: Any) -> str:
         """Return the class of transformers with the heads that xscale's model config has."""
         has_head = getattr(config, "sentence_head", None) is not None
-        return self.sentence_head.loader if has_head and self.sentence_head is not None else self.loader
+        return (
+            self.sentence_head.loader
+            if has_head and self.sentence_head is not None
+            else self.loader
+        )
 
 
 FEATURES: dict[str, Any] = {
@@ -199,7 +207,9 @@ def require_features(config: Any, supported: Collection[str], require: Requireme
                 _require_default(block, names, f"model.{name}.{key}", default, require)
 
 
-def _require_default(config: Any, names: list[str], path: str, default: Any, require: Requirements) -> None:
+def _require_default(
+    config: Any, names: list[str], path: str, default: Any, require: Requirements
+) -> None:
     value = _value(config, names, default)
     if value != default:
         name = getattr(value, "method", None) or getattr(value, "kind", None) or value
@@ -220,7 +230,9 @@ def uniform_block(stack: Any, require: Requirements, path: str) -> Any:
     block = stack.block_config(0)
     if any(stack.block_config(layer) != block for layer in range(stack.depth)):
         require.reject(
-            f"{path}.rules", f"{require.architecture} needs equal blocks", "A stack without rules would map."
+            f"{path}.rules",
+            f"{require.architecture} needs equal blocks",
+            "A stack without rules would map.",
         )
     return block
 
@@ -264,7 +276,12 @@ def classic_block(
 
 def activation_of(hf_name: str, require: Requirements, path: str) -> str:
     """Convert the name of an activation from transformers to xscale."""
-    names = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+    names = {
+        "gelu": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "relu": "relu",
+    }
     names |= {"silu": "swish", "swish": "swish"}
     if hf_name not in names:
         require.one_of(path, hf_name, *names)

@@ -86,7 +86,12 @@ def from_hf(data: Data, require: Requirements) -> Data:
     }
     for stack in STACKS:
         mixer = {"kind": "attention", "bias": True}
-        ffn = {"kind": "dense", "hidden": data[f"{stack}_ffn_dim"], "activation": activation, "bias": True}
+        ffn = {
+            "kind": "dense",
+            "hidden": data[f"{stack}_ffn_dim"],
+            "activation": activation,
+            "bias": True,
+        }
         block = {"mixer": mixer, "ffn": ffn, "norm": norm, "residual": "post"}
         section[stack] = {"block": block}
     return keys_from_hf(KEYS, data, section)
@@ -97,17 +102,25 @@ def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:
     for stack, embed in zip(STACKS, ("source", "target"), strict=True):
         body = f"model.{stack}"
         positions = f"{body}.embed_positions.weight"
-        mappings.append(weight(f"{embed}.position.weight", positions, rows_before(UNUSED_POSITIONS)))
-        mappings += with_biases([weight(f"{embed}.norm.weight", f"{body}.layernorm_embedding.weight")], True)
+        mappings.append(
+            weight(f"{embed}.position.weight", positions, rows_before(UNUSED_POSITIONS))
+        )
+        mappings += with_biases(
+            [weight(f"{embed}.norm.weight", f"{body}.layernorm_embedding.weight")], True
+        )
         block, layer = f"{stack}.blocks.{{i}}", f"{body}.layers.{{i}}"
         sublayers = [("mixer", "self_attn"), *[("cross", "encoder_attn")] * (stack == "decoder")]
         for sublayer, attention in sublayers:
             projections = [("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj")]
             of_block = [
-                weight(f"{block}.{sublayer}.part.{part}.weight", f"{layer}.{attention}.{name}.weight")
+                weight(
+                    f"{block}.{sublayer}.part.{part}.weight", f"{layer}.{attention}.{name}.weight"
+                )
                 for part, name in projections
             ]
-            of_block.append(weight(f"{block}.{sublayer}.norm.weight", f"{layer}.{attention}_layer_norm.weight"))
+            of_block.append(
+                weight(f"{block}.{sublayer}.norm.weight", f"{layer}.{attention}_layer_norm.weight")
+            )
             mappings += per_block(getattr(config, stack).depth, with_biases(of_block, True))
         feed = [
             weight(f"{block}.ffn.part.up.weight", f"{layer}.fc1.weight"),

@@ -62,7 +62,9 @@ class BertFamily:
 
     def to_hf(self, config: Any, sizes: ModelSizes, require: Requirements) -> Data:
         block = classic_block(config, "post", require)
-        require.one_of("model.embedding_norm", getattr(config.embedding_norm, "kind", None), "layer")
+        require.one_of(
+            "model.embedding_norm", getattr(config.embedding_norm, "kind", None), "layer"
+        )
         if block is None or config.embedding_norm is None:
             return {}
         require.one_of("model.embedding_norm", config.embedding_norm, block.norm)
@@ -70,12 +72,15 @@ class BertFamily:
         SentenceHeadLayout.require(config, require)
         require.one_of("model.head_bias", config.head_bias, True)
         require.one_of("model.global_tokens", config.global_tokens, 0)
-        require.one_of("model.transform", config.transform, "gelu" if self.first else ffn.activation)
+        require.one_of(
+            "model.transform", config.transform, "gelu" if self.first else ffn.activation
+        )
         return keys_to_hf(KEYS, config) | {
             "vocab_size": sizes.vocabulary,
             "intermediate_size": ffn.hidden or 4 * config.width,
             "hidden_act": ACTIVATIONS.get(ffn.activation),
-            "max_position_embeddings": (config.position.length or sizes.length) + self._before(sizes.pad),
+            "max_position_embeddings": (config.position.length or sizes.length)
+            + self._before(sizes.pad),
             "type_vocab_size": config.token_types or self.types,
         }
 
@@ -83,15 +88,27 @@ class BertFamily:
         return pad + self.first if self.first else 0
 
     def from_hf(self, data: Data, require: Requirements) -> Data:
-        require.one_of("position_embedding_type", data.get("position_embedding_type") or "absolute", "absolute")
+        require.one_of(
+            "position_embedding_type", data.get("position_embedding_type") or "absolute", "absolute"
+        )
         require.one_of("is_decoder", data.get("is_decoder", False), False)
         if self.first:
             require.one_of("pad_token_id", data["pad_token_id"], 0, 1)
         act = activation_of(data["hidden_act"], require, "hidden_act")
         norm = {"kind": "layer", "eps": data["layer_norm_eps"]}
-        ffn = {"kind": "dense", "hidden": data["intermediate_size"], "activation": act, "bias": True}
+        ffn = {
+            "kind": "dense",
+            "hidden": data["intermediate_size"],
+            "activation": act,
+            "bias": True,
+        }
         length = data["max_position_embeddings"] - self._before(data["pad_token_id"] or 0)
-        block = {"mixer": {"kind": "attention", "bias": True}, "ffn": ffn, "norm": norm, "residual": "post"}
+        block = {
+            "mixer": {"kind": "attention", "bias": True},
+            "ffn": ffn,
+            "norm": norm,
+            "residual": "post",
+        }
         section = {
             "kind": "encoder",
             "position": {"kind": "learned", "length": length},
@@ -119,8 +136,17 @@ class BertFamily:
             weight(f"{block}.ffn.norm.weight", f"{hf_layer}.output.LayerNorm.weight"),
         ]
         embeddings, before = f"{body}.embeddings", self._before(sizes.pad)
-        positions, types = f"{embeddings}.position_embeddings.weight", f"{embeddings}.token_type_embeddings.weight"
-        tables = [weight("embed.position.weight", f"{positions} {types}", positions_and_types(before, self.types))]
+        positions, types = (
+            f"{embeddings}.position_embeddings.weight",
+            f"{embeddings}.token_type_embeddings.weight",
+        )
+        tables = [
+            weight(
+                "embed.position.weight",
+                f"{positions} {types}",
+                positions_and_types(before, self.types),
+            )
+        ]
         if config.token_types:
             tables = [
                 weight("embed.position.weight", positions, rows_before(before)),
@@ -164,12 +190,18 @@ class BertFamily:
         )
 
 
-HEAD = ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias")
+HEAD = (
+    "cls.predictions.transform.dense",
+    "cls.predictions.transform.LayerNorm",
+    "cls.predictions.bias",
+)
 """Tensors of BERT's language-model head."""
 NEXT_SENTENCE = SentenceHeadLayout(
     "BertForPreTraining", "bert.pooler.dense", "cls.seq_relationship", "seq_relationship_logits"
 )
-BERT = BertFamily("bert", "bert", "BertForMaskedLM", 0, *HEAD, 2, sentence_head=NEXT_SENTENCE).architecture()
+BERT = BertFamily(
+    "bert", "bert", "BertForMaskedLM", 0, *HEAD, 2, sentence_head=NEXT_SENTENCE
+).architecture()
 ROBERTA_HEAD = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
 ROBERTA = BertFamily("roberta", "roberta", "RobertaForMaskedLM", 1, *ROBERTA_HEAD, 1).architecture()
 
@@ -183,7 +215,11 @@ class BigBirdFamily(BertFamily):
 
     def to_hf(self, config: Any, sizes: ModelSizes, require: Requirements) -> Data:
         data = super().to_hf(config, sizes, require)
-        return data and data | {"attention_type": FULL, "use_bias": True, "rescale_embeddings": False}
+        return data and data | {
+            "attention_type": FULL,
+            "use_bias": True,
+            "rescale_embeddings": False,
+        }
 
     def from_hf(self, data: Data, require: Requirements) -> Data:
         require.one_of("use_bias", data["use_bias"], True)

@@ -10,7 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requirements, require_features
+from xscale.convert.hf.architecture import (
+    Architecture,
+    Data,
+    ModelSizes,
+    Requirements,
+    require_features,
+)
 from xscale.convert.hf.bert import BERT, ROBERTA
 from xscale.convert.hf.distilbert import DISTILBERT
 from xscale.convert.mapping import WeightMapping, weight, with_biases
@@ -50,13 +56,17 @@ class ClassHeadNames:
         if not dense:
             return with_biases([weight(CLASSES, "classifier.weight")], True)
         names = {DENSE: self.dense, CLASSES: self.classes}
-        return with_biases([weight(name, f"{external}.weight") for name, external in names.items()], True)
+        return with_biases(
+            [weight(name, f"{external}.weight") for name, external in names.items()], True
+        )
 
 
 HEADS = {
     names.architecture.name: names
     for names in (
-        ClassHeadNames(BERT, "BertForSequenceClassification", "BertForTokenClassification", "bert.pooler.dense"),
+        ClassHeadNames(
+            BERT, "BertForSequenceClassification", "BertForTokenClassification", "bert.pooler.dense"
+        ),
         ClassHeadNames(
             ROBERTA,
             "RobertaForSequenceClassification",
@@ -109,22 +119,32 @@ class ClassHeadLayout:
         problems: list[Problem] = []
         if self.tags and self.dense:
             what = f"{names.tokens} has no dense layer before its classes"
-            problems.append(Problem("objective.dense", what, "A run with objective.dense=false would map."))
+            problems.append(
+                Problem("objective.dense", what, "A run with objective.dense=false would map.")
+            )
         if not self.tags and not self.dense:
             what = f"{names.sequences} has a dense layer with {names.activation} before its classes"
-            problems.append(Problem("objective.dense", what, "A run with objective.dense=true would map."))
+            problems.append(
+                Problem("objective.dense", what, "A run with objective.dense=true would map.")
+            )
         if not self.tags and self.dense and self.activation != names.activation:
             what = f"the dense layer of {names.sequences} has the activation {names.activation}"
             fix = f"A run with objective.dense_activation={names.activation} would map."
             problems.append(Problem("objective.dense_activation", what, fix))
         if self.objective.get("pool", "first") != "first":
             what = f"{names.sequences} reads the first token"
-            problems.append(Problem("objective.pool", what, "A run with objective.pool=first would map."))
+            problems.append(
+                Problem("objective.pool", what, "A run with objective.pool=first would map.")
+            )
         return problems
 
     def keys(self, dropout: str) -> Data:
         """Return the keys of config.json; `dropout` is that of the dropout before the classes."""
-        names = self.names if len(self.names) == self.outputs else [f"LABEL_{index}" for index in range(self.outputs)]
+        names = (
+            self.names
+            if len(self.names) == self.outputs
+            else [f"LABEL_{index}" for index in range(self.outputs)]
+        )
         keys = {
             "id2label": {str(index): name for index, name in enumerate(names)},
             "label2id": {name: index for index, name in enumerate(names)},
@@ -158,10 +178,14 @@ def class_head_of(shapes: Mapping[str, Collection[int]], config: Data) -> ClassH
     data = decode(DataConfig, config["data"])
     labels = SOURCES.of(data.source).part.labels(data.source) if data.prepared is None else None
     outputs = next(iter(shapes[CLASSES]))
-    return ClassHeadLayout(outputs, DENSE in shapes, config["objective"], labels.names if labels else ())
+    return ClassHeadLayout(
+        outputs, DENSE in shapes, config["objective"], labels.names if labels else ()
+    )
 
 
-def present_class_head(architecture: str, dense: str | None, names: Collection[str]) -> list[WeightMapping]:
+def present_class_head(
+    architecture: str, dense: str | None, names: Collection[str]
+) -> list[WeightMapping]:
     """Map those tensors of the head that a folder of an architecture has, with tensors of these `names`: the dense
     layer, and the classes if they are read from one with the same activation in both, or from none in both.
 
@@ -177,7 +201,11 @@ def present_class_head(architecture: str, dense: str | None, names: Collection[s
 
 def body_weights(mapping: list[WeightMapping]) -> list[WeightMapping]:
     """Return the mappings of a model without those of its head."""
-    return [mapped for mapped in mapping if not any(name.startswith("head.") for name in mapped.xscale_names)]
+    return [
+        mapped
+        for mapped in mapping
+        if not any(name.startswith("head.") for name in mapped.xscale_names)
+    ]
 
 
 def select_classifier(
@@ -195,10 +223,16 @@ def select_classifier(
         require, data = Requirements(head.loader(names)), Data()
         if require.one_of("model", model.kind, names.architecture.kind):
             require_features(model, (), require)
-            data = names.architecture.to_hf(_with_language_head(model, names.architecture), sizes, require)
+            data = names.architecture.to_hf(
+                _with_language_head(model, names.architecture), sizes, require
+            )
         problems = [*require.problems, *head.problems(names)]
         if not problems:
-            return _with_classes(head, names), {**_start(head, names), **data, **head.keys(names.dropout)}
+            return _with_classes(head, names), {
+                **_start(head, names),
+                **data,
+                **head.keys(names.dropout),
+            }
         tried.append(problems)
     nearest = min(tried, key=len)
     raise ConfigError(dict.fromkeys(nearest))
@@ -208,14 +242,23 @@ def _with_classes(head: ClassHeadLayout, names: ClassHeadNames) -> Architecture:
     """Return the architecture with the head in place of its language-model head."""
 
     def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:
-        return [*body_weights(names.architecture.weights(config, sizes)), *names.weights(head.dense)]
+        return [
+            *body_weights(names.architecture.weights(config, sizes)),
+            *names.weights(head.dense),
+        ]
 
     loader = head.loader(names)
-    return replace(names.architecture, loader=loader, weights=weights, class_head=head, sentence_head=None)
+    return replace(
+        names.architecture, loader=loader, weights=weights, class_head=head, sentence_head=None
+    )
 
 
 def _start(head: ClassHeadLayout, names: ClassHeadNames) -> Data:
-    return {"model_type": names.architecture.name, "architectures": [head.loader(names)], "dtype": "float32"}
+    return {
+        "model_type": names.architecture.name,
+        "architectures": [head.loader(names)],
+        "dtype": "float32",
+    }
 
 
 def _with_language_head(model: Any, architecture: Architecture) -> Any:

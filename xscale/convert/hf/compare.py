@@ -58,17 +58,25 @@ class LogitComparison:
 
 
 def compare_logits(
-    config: Model.Config, sizes: ModelSizes, weights: Mapping[str, Tensor], architecture: Architecture, folder: Path
+    config: Model.Config,
+    sizes: ModelSizes,
+    weights: Mapping[str, Tensor],
+    architecture: Architecture,
+    folder: Path,
 ) -> LogitComparison:
     """Compare xscale's model with `weights` to the model that the library loads from `folder`; CPU, float32."""
     with foreign_errors(folder, "transformers itself cannot load the model"):
         hf_model, faults = load(architecture, folder, architecture.loader_of(config))
     generator = torch.Generator().manual_seed(0)
     shape = (SEQUENCES, min(sizes.length, max(LENGTH, 2 * architecture.attention_span(config))))
-    ids, source = (_ids(shape, sizes.vocabulary, hf_model.config.pad_token_id, generator) for _ in range(2))
+    ids, source = (
+        _ids(shape, sizes.vocabulary, hf_model.config.pad_token_id, generator) for _ in range(2)
+    )
     encoder_decoder = architecture.kind == "encoder_decoder"
     model = build(architecture.without_capacity(config), sizes, weights, architecture)
-    inputs = {"input_ids": source, "decoder_input_ids": ids} if encoder_decoder else {"input_ids": ids}
+    inputs = (
+        {"input_ids": source, "decoder_input_ids": ids} if encoder_decoder else {"input_ids": ids}
+    )
     tokens, head = Tokens.from_ids(ids), None
     if getattr(config, "sentence_head", None) is not None:
         head = architecture.sentence_head
@@ -100,7 +108,9 @@ def compare_logits(
 
 def _with_classes(model: Any, tokens: Tokens) -> Tensor:
     """Return the logits of all tokens and those of the class of each sequence, joined."""
-    return _concatenate_logits(model(tokens), model.head.sentence(model.stack(model.embed(tokens), tokens)))
+    return _concatenate_logits(
+        model(tokens), model.head.sentence(model.stack(model.embed(tokens), tokens))
+    )
 
 
 def _concatenate_logits(logits: Tensor, classes: Tensor) -> Tensor:
@@ -109,11 +119,16 @@ def _concatenate_logits(logits: Tensor, classes: Tensor) -> Tensor:
 
 
 def compare_decoder_logits(
-    config: Model.Config, sizes: ModelSizes, weights: Mapping[str, Tensor], logits: Callable[[Tensor], Tensor]
+    config: Model.Config,
+    sizes: ModelSizes,
+    weights: Mapping[str, Tensor],
+    logits: Callable[[Tensor], Tensor],
 ) -> LogitComparison:
     """Compare xscale's decoder with `weights` to `logits` (ids [B, T] -> [B, T, V]); CPU, float32."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(sizes.vocabulary, (SEQUENCES, min(sizes.length, LENGTH)), generator=generator)
+    ids = torch.randint(
+        sizes.vocabulary, (SEQUENCES, min(sizes.length, LENGTH)), generator=generator
+    )
     model = build(config, sizes, weights)
     with torch.no_grad():
         other = logits(ids)
@@ -132,7 +147,10 @@ def _max_difference(first: Tensor, second: Tensor) -> float:
 
 
 def build(
-    config: Model.Config, sizes: ModelSizes, weights: Mapping[str, Tensor], architecture: Architecture | None = None
+    config: Model.Config,
+    sizes: ModelSizes,
+    weights: Mapping[str, Tensor],
+    architecture: Architecture | None = None,
 ) -> nn.Module:
     """Build xscale's model with these weights and the head of classes that `architecture` has, if any; in float32 and
     evaluation mode."""
@@ -140,7 +158,9 @@ def build(
         model: nn.Module = MODELS.build(config, sizes.vocabulary, sizes.length)
         if architecture is not None and architecture.class_head is not None:
             architecture.class_head.put(model, config)
-    replace_parameters(model, lambda name, old: nn.Parameter(weights[name].float(), requires_grad=False))
+    replace_parameters(
+        model, lambda name, old: nn.Parameter(weights[name].float(), requires_grad=False)
+    )
     return model.eval()
 
 
@@ -156,7 +176,9 @@ def load(architecture: Architecture, folder: Path, loader: str) -> tuple[Any, tu
     # Its grouped products of experts need widths of whole 16 bytes.
     options = {"dtype": torch.float32, "experts_implementation": "eager", **architecture.overrides}
     options |= loading_options(folder)
-    model, info = kind.from_pretrained(str(folder), output_loading_info=True, local_files_only=True, **options)
+    model, info = kind.from_pretrained(
+        str(folder), output_loading_info=True, local_files_only=True, **options
+    )
     faults = [
         f"{word.replace('_keys', '')}: {name}"
         for word in ("missing_keys", "mismatched_keys")
@@ -166,7 +188,9 @@ def load(architecture: Architecture, folder: Path, loader: str) -> tuple[Any, tu
     return model.eval(), tuple(faults)
 
 
-def _ids(shape: tuple[int, int], vocabulary: int, pad: int | None, generator: torch.Generator) -> Tensor:
+def _ids(
+    shape: tuple[int, int], vocabulary: int, pad: int | None, generator: torch.Generator
+) -> Tensor:
     ids = torch.randint(vocabulary, shape, generator=generator)
     # Some architectures derive positions from the padding tokens, so ids must not contain any.
     return ids if pad is None else torch.where(ids == pad, (pad + 1) % vocabulary, ids)

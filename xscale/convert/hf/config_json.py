@@ -23,7 +23,9 @@ CHEAP_SIZE, CHEAP_LAYERS, CHEAP_EXPERTS = 1 << 16, 1 << 10, 1 << 16
 LONGEST = 1 << 24
 """Longest sequence of a model, which no tensor shows where positions are computed."""
 NO_SIZE = re.compile(r".*_ids?|.*_index|mscale_all_dim")
-LENGTH = re.compile(r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq.*|seq_length|max_length")
+LENGTH = re.compile(
+    r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq.*|seq_length|max_length"
+)
 LAYERS = re.compile(r"(num|n)_(.*_)?layers?|.*_layers|num_nextn_predict_layers|num_hidden_groups")
 EXPERTS = re.compile(r"(num|n)_(.*_)?experts|moe_num_experts")
 SIZE = re.compile(r"(num|n|d)_.+|.*_(size|dim|dims|heads|rank|width|buckets|groups)|dim|hidden_dim")
@@ -45,7 +47,11 @@ class Headers:
         """Return the bounds of tensors of these shapes, by name."""
         axes = [axis for shape in shapes.values() for axis in shape]
         # The last two axes of a weight in MXFP4 are blocks, and bytes of two elements each.
-        axes += [shape[-2] * BLOCK for name, shape in shapes.items() if name.endswith(BLOCKS) and len(shape) > 1]
+        axes += [
+            shape[-2] * BLOCK
+            for name, shape in shapes.items()
+            if name.endswith(BLOCKS) and len(shape) > 1
+        ]
         return cls(len(shapes), max(axes, default=0))
 
 
@@ -66,7 +72,9 @@ def read_config_json(folder: Path, headers: Headers) -> dict[str, Any]:
     if (folder / GENERATION_JSON).exists():
         _read_object(folder / GENERATION_JSON)
     if problems := size_problems(stored, headers):
-        raise ConfigError([replace(problem, path=f"{file}: {problem.path}") for problem in problems])
+        raise ConfigError(
+            [replace(problem, path=f"{file}: {problem.path}") for problem in problems]
+        )
     from transformers import AutoConfig
 
     with foreign_errors(file, "the file is not a config that transformers reads", FIX):
@@ -98,7 +106,14 @@ def size_problems(config: Mapping[str, Any], headers: Headers) -> list[Problem]:
 
 
 def _largest(keys: Mapping[Any, Any], pattern: re.Pattern[str]) -> int:
-    return max((value for key, value in keys.items() if pattern.fullmatch(str(key)) and type(value) is int), default=1)
+    return max(
+        (
+            value
+            for key, value in keys.items()
+            if pattern.fullmatch(str(key)) and type(value) is int
+        ),
+        default=1,
+    )
 
 
 def _problems(config: Mapping[str, Any], headers: Headers, above: str) -> list[Problem]:
@@ -118,7 +133,9 @@ def _problems(config: Mapping[str, Any], headers: Headers, above: str) -> list[P
         elif value < (least := 1 if POSITIVE.fullmatch(key) else -1):
             problems.append(Problem(path, f"must be >= {least}, got {value}"))
         elif value > limit:
-            problems.append(Problem(path, f"{value} is more than the tensors of the folder have ({limit})"))
+            problems.append(
+                Problem(path, f"{value} is more than the tensors of the folder have ({limit})")
+            )
     return problems
 
 
@@ -128,4 +145,8 @@ def _limit(key: str, headers: Headers) -> int:
         return LONGEST
     if LAYERS.fullmatch(key):
         return max(CHEAP_LAYERS, headers.tensors)
-    return max(CHEAP_SIZE, headers.largest_axis) if SIZE.fullmatch(key) or EXPERTS.fullmatch(key) else 0
+    return (
+        max(CHEAP_SIZE, headers.largest_axis)
+        if SIZE.fullmatch(key) or EXPERTS.fullmatch(key)
+        else 0
+    )

@@ -58,13 +58,19 @@ def from_hf(data: Data, require: Requirements) -> Data:
     require.one_of("relative_attention", data.get("relative_attention", False), True)
     require.one_of("share_att_key", data.get("share_att_key", False), True)
     require.one_of("position_biased_input", data.get("position_biased_input", True), False)
-    require.one_of("embedding_size", data.get("embedding_size", data["hidden_size"]), data["hidden_size"])
+    require.one_of(
+        "embedding_size", data.get("embedding_size", data["hidden_size"]), data["hidden_size"]
+    )
     if sorted(terms) != ["c2p", "p2c"]:
         what = f"xscale has the terms c2p and p2c together, and this model has {' and '.join(terms) or 'none'}"
         require.reject("pos_att_type", what, "p2c|c2p would map.")
     if data.get("conv_kernel_size", 0) > 0:
-        what = "xscale has no convolution beside the first block, which v2's xlarge and xxlarge have"
-        require.reject("conv_kernel_size", what, "A model without it, such as DeBERTa v3, would map.")
+        what = (
+            "xscale has no convolution beside the first block, which v2's xlarge and xxlarge have"
+        )
+        require.reject(
+            "conv_kernel_size", what, "A model without it, such as DeBERTa v3, would map."
+        )
     if not data.get("legacy", True):
         what = "its head has a matrix of hidden_size and a bias under other names, lm_predictions"
         require.reject("legacy", what, "legacy=true would map.")
@@ -80,7 +86,12 @@ def from_hf(data: Data, require: Requirements) -> Data:
         "shared": True,
     }
     ffn = {"kind": "dense", "hidden": data["intermediate_size"], "activation": act, "bias": True}
-    block = {"mixer": {"kind": "attention", "bias": True}, "ffn": ffn, "norm": norm, "residual": "post"}
+    block = {
+        "mixer": {"kind": "attention", "bias": True},
+        "ffn": ffn,
+        "norm": norm,
+        "residual": "post",
+    }
     section = {
         "kind": "encoder",
         "position": position,
@@ -109,7 +120,10 @@ def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:
     ]
     embeddings = f"{BODY}.embeddings"
     outer = [weight("embed.norm.weight", f"{embeddings}.LayerNorm.weight")]
-    outer += [weight(f"head.transform.{part}.weight", f"{HEAD}.transform.{name}.weight") for part, name in TRANSFORM]
+    outer += [
+        weight(f"head.transform.{part}.weight", f"{HEAD}.transform.{name}.weight")
+        for part, name in TRANSFORM
+    ]
     if config.position.norm is not None:
         outer.append(weight("stack.position.norm.weight", f"{BODY}.encoder.LayerNorm.weight"))
     outer = with_biases(outer, True)
@@ -142,5 +156,8 @@ DEBERTA_V2 = Architecture(
         r"deberta\.embeddings\.position_embeddings\.weight",
         r"cls\.predictions\.decoder\.(bias|weight)",
     ),
-    notes=(TYPES, "dropout of the table of distances: transformers applies it in training, xscale has none"),
+    notes=(
+        TYPES,
+        "dropout of the table of distances: transformers applies it in training, xscale has none",
+    ),
 )

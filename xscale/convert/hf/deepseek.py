@@ -15,7 +15,15 @@ from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requi
 from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.hf.layers import layer_blocks, layer_rules, rope_from_hf, rope_to_hf
 from xscale.convert.hf.llama import KEYS
-from xscale.convert.mapping import UNSTACKED, Tensors, Transform, WeightMapping, per_block, weight, zeros
+from xscale.convert.mapping import (
+    UNSTACKED,
+    Tensors,
+    Transform,
+    WeightMapping,
+    per_block,
+    weight,
+    zeros,
+)
 from xscale.nn.ffn.ffn import gated_hidden
 
 BLOCK = "model.stack.block"
@@ -64,7 +72,9 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements, version: Versio
         "hidden_act": "silu",
     }
     if version == 2 and config.width % block.mixer.heads:
-        fits = ", ".join(str(heads) for heads in range(1, config.width + 1) if config.width % heads == 0)
+        fits = ", ".join(
+            str(heads) for heads in range(1, config.width + 1) if config.width % heads == 0
+        )
         what = f"{require.architecture} needs heads that divide the width, and {block.mixer.heads} do not"
         require.reject(f"{BLOCK}.mixer.heads", what, f"One of {fits} would map.")
     data |= _attention(config, block.mixer, require) | _ffns(
@@ -87,7 +97,9 @@ def _attention(config: Any, mixer: Any, require: Requirements) -> Data:
         # The library multiplies the scores by (0.1 mscale_all_dim ln(factor) + 1)^2, with yarn only.
         gain = math.sqrt(mixer.scale * (plain + mixer.rope_width) ** 0.5)
         if scaling is None or scaling.method != "yarn" or scaling.factor <= 1 or gain <= 1:
-            require.reject(f"{at}.scale", f"transformers has no scale of {mixer.scale}", "null would map.")
+            require.reject(
+                f"{at}.scale", f"transformers has no scale of {mixer.scale}", "null would map."
+            )
         else:
             rope["mscale_all_dim"] = (gain - 1) / (0.1 * math.log(scaling.factor))
     if scaling is not None and scaling.method == "yarn":
@@ -105,7 +117,9 @@ def _ffns(config: Any, ffns: Sequence[Any], require: Requirements, version: Vers
     path = f"{BLOCK}.ffn"
     dense = next(layer for layer, ffn in enumerate(ffns) if ffn.kind == "moe")
     ffn = ffns[dense]
-    if any(sparse_ffn != ffn for sparse_ffn in ffns[dense:]) or any(dense_ffn != ffns[0] for dense_ffn in ffns[:dense]):
+    if any(sparse_ffn != ffn for sparse_ffn in ffns[dense:]) or any(
+        dense_ffn != ffns[0] for dense_ffn in ffns[:dense]
+    ):
         what = f"{require.architecture} has first equal dense layers, then equal sparse ones"
         require.reject("model.stack.rules", what, "One rule for the first layers would map.")
     require.one_of(f"{path}.router", ffn.router.kind, "group_limited")
@@ -115,7 +129,11 @@ def _ffns(config: Any, ffns: Sequence[Any], require: Requirements, version: Vers
     require.one_of(f"{path}.capacity_factor", ffn.capacity_factor, None)
     if require.problems:
         return {}
-    parts = {f"{path}.expert": ffn.expert, f"{path}.shared": ffn.shared, **({path: ffns[0]} if dense else {})}
+    parts = {
+        f"{path}.expert": ffn.expert,
+        f"{path}.shared": ffn.shared,
+        **({path: ffns[0]} if dense else {}),
+    }
     for at, part in parts.items():
         require.one_of(f"{at}.gate", part.gate, "swiglu")
         require.one_of(f"{at}.bias", part.bias, False)
@@ -163,9 +181,18 @@ def from_hf(data: Data, require: Requirements, version: Version) -> Data:
     mixer = keys_from_hf(
         MIXER_KEYS,
         data,
-        {"kind": "mla", "head_width": plain, "value_width": data["v_head_dim"], "norm": {"kind": "rms", "eps": EPS}},
+        {
+            "kind": "mla",
+            "head_width": plain,
+            "value_width": data["v_head_dim"],
+            "norm": {"kind": "rms", "eps": EPS},
+        },
     )
-    if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim") and rope["factor"] > 1:
+    if (
+        rope.get("rope_type", "default") != "default"
+        and rope.get("mscale_all_dim")
+        and rope["factor"] > 1
+    ):
         gain = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1
         mixer["scale"] = gain**2 * (plain + turned) ** -0.5
     depth, dense = data["num_hidden_layers"], data["first_k_dense_replace"]
@@ -178,7 +205,10 @@ def from_hf(data: Data, require: Requirements, version: Version) -> Data:
         "expert": expert,
         "shared": expert | {"hidden": hidden * data["n_shared_experts"]},
     }
-    ffns = [{**expert, "hidden": data["intermediate_size"]} if layer < dense else moe for layer in range(depth)]
+    ffns = [
+        {**expert, "hidden": data["intermediate_size"]} if layer < dense else moe
+        for layer in range(depth)
+    ]
     section = {
         "kind": "decoder",
         "position": rope_from_hf(rope, data, require, methods=("yarn",)),
@@ -213,21 +243,27 @@ def _router_from_hf(data: Data, require: Requirements, version: Version) -> Data
 
 def _interleaved(heads: int, plain: int, turned: int) -> Transform:
     """Transform a projection whose heads end in rotated rows: the library has pairs of channels side by side."""
-    order = torch.arange(turned).view(2, -1).t().flatten()  # Row of xscale's at each row of the library's.
+    order = (
+        torch.arange(turned).view(2, -1).t().flatten()
+    )  # Row of xscale's at each row of the library's.
     rows = torch.cat((torch.arange(plain), plain + order))
 
     def reorder(tensors: Tensors, index: torch.Tensor) -> Tensors:
         tensor = tensors[0]
         return [tensor.view(heads, plain + turned, *tensor.shape[1:])[:, index].flatten(0, 1)]
 
-    return Transform(lambda tensors: reorder(tensors, rows), lambda tensors: reorder(tensors, rows.argsort()))
+    return Transform(
+        lambda tensors: reorder(tensors, rows), lambda tensors: reorder(tensors, rows.argsort())
+    )
 
 
 def _key_values(heads: int, plain: int, values: int) -> Transform:
     """Transform the projections of keys and values to one, interleaved by head."""
 
     def forward(tensors: Tensors) -> Tensors:
-        return [torch.cat([part.view(heads, -1, part.shape[1]) for part in tensors], 1).flatten(0, 1)]
+        return [
+            torch.cat([part.view(heads, -1, part.shape[1]) for part in tensors], 1).flatten(0, 1)
+        ]
 
     def inverse(tensors: Tensors) -> Tensors:
         by_head = tensors[0].view(heads, plain + values, -1)
@@ -245,7 +281,9 @@ def weights(config: Any, sizes: ModelSizes, version: Version) -> list[WeightMapp
         mapped.append(weight("head.weight", "lm_head.weight"))
     for layer in range(config.stack.depth):
         block = config.stack.block_config(layer)
-        mapped += per_block(1, _mixer_weights(config, block.mixer) + _ffn_weights(block.ffn, version), first=layer)
+        mapped += per_block(
+            1, _mixer_weights(config, block.mixer) + _ffn_weights(block.ffn, version), first=layer
+        )
     return mapped
 
 
@@ -290,9 +328,13 @@ def _ffn_weights(ffn: Any, version: Version) -> list[WeightMapping]:
     elif version == 3:
         layer.append(weight("", bias, zeros(ffn.experts)))
     for part in parts:
-        names = " ".join(f"{mlp}.experts.{expert}.{part}_proj.weight" for expert in range(ffn.experts))
+        names = " ".join(
+            f"{mlp}.experts.{expert}.{part}_proj.weight" for expert in range(ffn.experts)
+        )
         layer.append(weight(f"{FFN}.part.experts.{part}", names, UNSTACKED))
-        layer.append(weight(f"{FFN}.part.shared.{part}.weight", f"{mlp}.shared_experts.{part}_proj.weight"))
+        layer.append(
+            weight(f"{FFN}.part.shared.{part}.weight", f"{mlp}.shared_experts.{part}_proj.weight")
+        )
     return layer
 
 

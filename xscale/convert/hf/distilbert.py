@@ -31,7 +31,9 @@ class DistilBertFamily(BertFamily):
             return data
         require.one_of("model.stack.block.norm.eps", data.pop("layer_norm_eps"), EPS)
         del data["type_vocab_size"]
-        return {KEYS.get(key, key): value for key, value in data.items()} | {"sinusoidal_pos_embds": False}
+        return {KEYS.get(key, key): value for key, value in data.items()} | {
+            "sinusoidal_pos_embds": False
+        }
 
     def from_hf(self, data: Data, require: Requirements) -> Data:
         # They are a learned table here and frozen there.
@@ -40,7 +42,9 @@ class DistilBertFamily(BertFamily):
         if require.problems:
             return {"position": {}}
         of_bert = {key: data[other] for key, other in KEYS.items()}
-        return super().from_hf(data | of_bert | {"layer_norm_eps": EPS, "type_vocab_size": 0}, require)
+        return super().from_hf(
+            data | of_bert | {"layer_norm_eps": EPS, "type_vocab_size": 0}, require
+        )
 
     def weights(self, config: Any, sizes: ModelSizes) -> list[WeightMapping]:
         block = "stack.blocks.{i}"

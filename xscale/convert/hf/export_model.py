@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xscale.checkpoint.load import AverageReader, CheckpointReader, read_config, read_state, unpadded_vocabulary_of
+from xscale.checkpoint.load import (
+    AverageReader,
+    CheckpointReader,
+    read_config,
+    read_state,
+    unpadded_vocabulary_of,
+)
 from xscale.checkpoint.tools.tools import find_checkpoint
 from xscale.convert.hf.architecture import Architecture, ModelSizes
 from xscale.convert.hf.class_head import class_head_of, select_classifier
@@ -39,7 +45,9 @@ class WithoutPadding:
     transformers would give them one.
     """
 
-    def __init__(self, opened: CheckpointReader, model: Model.Config, rows: int, length: int) -> None:
+    def __init__(
+        self, opened: CheckpointReader, model: Model.Config, rows: int, length: int
+    ) -> None:
         """`rows`: those of the vocabulary in the checkpoint."""
         self.opened, self.entries = opened, opened.entries
         self.rows = unpadded_vocabulary_of(read_state(opened.path), rows)
@@ -77,20 +85,30 @@ def export_model(
     """
     path = find_checkpoint(path)
     if out.exists():
-        raise ConfigError(str(out), "the folder already exists", "Give another folder, or delete it.")
+        raise ConfigError(
+            str(out), "the folder already exists", "Give another folder, or delete it."
+        )
     opened = (AverageReader if ema else CheckpointReader)(path)
     config = read_config(path)
     model = model_of(config["model"])
-    table = opened.entries[f"model.{'source' if model.kind == 'encoder_decoder' else 'embed'}.table.weight"]
-    tokenizer: Tokenizer | ConfigError = ConfigError(str(path), "the model was imported without one")
+    table = opened.entries[
+        f"model.{'source' if model.kind == 'encoder_decoder' else 'embed'}.table.weight"
+    ]
+    tokenizer: Tokenizer | ConfigError = ConfigError(
+        str(path), "the model was imported without one"
+    )
     kept = kept_special_ids(path)
     if kept is None or kept.had_tokenizer:
         tokenizer = tokenizer_of(path, config["data"])
     special = special_ids(tokenizer, config["data"]) if kept is None else kept.ids
     pad, eos = special.get("pad_token_id") or 0, special.get("eos_token_id")
     reader = WithoutPadding(opened, model, table.shape[0], config["data"]["sequence_length"])
-    sizes = ModelSizes(reader.rows, config["data"]["sequence_length"], pad, eos if isinstance(eos, int) else 2)
-    head = class_head_of({name.removeprefix("model."): entry.shape for name, entry in opened.entries.items()}, config)
+    sizes = ModelSizes(
+        reader.rows, config["data"]["sequence_length"], pad, eos if isinstance(eos, int) else 2
+    )
+    head = class_head_of(
+        {name.removeprefix("model."): entry.shape for name, entry in opened.entries.items()}, config
+    )
     if head is None:
         chosen, data = select_architecture(model, sizes, architecture)
     else:
@@ -127,7 +145,10 @@ def _write(
         messages = [f"tokenizer: not exported, because it was not found: {tokenizer.problems[0]}"]
     else:
         messages = export_tokenizer(tokenizer, part)
-    weights = {name.removeprefix("model."): tensor for name, tensor in opened.tensors(model_names(opened)).items()}
+    weights = {
+        name.removeprefix("model."): tensor
+        for name, tensor in opened.tensors(model_names(opened)).items()
+    }
     compared = compare_logits(model, sizes, weights, architecture, part)
     for note in (*messages, *architecture.notes, *lost_losses(architecture, model)):
         say(note)
@@ -138,19 +159,27 @@ def _write(
         say(f"{out}: not written, because the logits of the two implementations differ")
         return EXIT_FAULT
     part.rename(out)
-    say(f"{out}: written; load it with transformers.{architecture.loader_of(model)}.from_pretrained")
+    say(
+        f"{out}: written; load it with transformers.{architecture.loader_of(model)}.from_pretrained"
+    )
     return EXIT_DONE
 
 
 def lost_losses(architecture: Architecture, model: Model.Config) -> list[str]:
     """List notes on losses of the routers that config.json has no key for."""
-    stacks = [getattr(model, name) for name in ("stack", "encoder", "decoder") if hasattr(model, name)]
+    stacks = [
+        getattr(model, name) for name in ("stack", "encoder", "decoder") if hasattr(model, name)
+    ]
     ffns = [stack.block_config(layer).ffn for stack in stacks for layer in range(stack.depth)]
-    weights = sorted({getattr(ffn.router, "z_loss_weight", 0.0) for ffn in ffns if ffn.kind == "moe"} - {0.0})
+    weights = sorted(
+        {getattr(ffn.router, "z_loss_weight", 0.0) for ffn in ffns if ffn.kind == "moe"} - {0.0}
+    )
     if architecture.keeps_z_loss or not weights:
         return []
     values = " and ".join(f"{weight:g}" for weight in weights)
-    return [f"router z-loss: the weight of {values} is not exported, because {architecture.name} has no such loss"]
+    return [
+        f"router z-loss: the weight of {values} is not exported, because {architecture.name} has no such loss"
+    ]
 
 
 def model_names(opened: Reader) -> list[str]:
@@ -167,7 +196,9 @@ def to_external(opened: Reader, mapping: list[WeightMapping]) -> Iterator[tuple[
     """Yield (external name, tensor), one mapping after the other."""
     for mapped in mapping:
         tensors = opened.tensors([f"model.{name}" for name in mapped.xscale_names])
-        external_tensors = mapped.transform.forward([tensors[f"model.{name}"] for name in mapped.xscale_names])
+        external_tensors = mapped.transform.forward(
+            [tensors[f"model.{name}"] for name in mapped.xscale_names]
+        )
         assert len(external_tensors) == len(mapped.external_names), mapped
         yield from zip(mapped.external_names, external_tensors, strict=True)
 

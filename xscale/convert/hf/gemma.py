@@ -48,7 +48,9 @@ class GemmaFamily(LlamaFamily):
     def _position(self, config: Any, blocks: Sequence[Any], require: Requirements) -> Data:
         data = super()._position(config, blocks, require)
         local = [block for block in blocks if block.mixer.core.kind != "softmax"]
-        caps = {block.mixer.core.soft_cap for block in blocks if hasattr(block.mixer.core, "soft_cap")}
+        caps = {
+            block.mixer.core.soft_cap for block in blocks if hasattr(block.mixer.core, "soft_cap")
+        }
         if len(caps) > 1:
             what = f"{require.architecture} has the same cap in all layers"
             require.reject("model.stack.rules", what, "Cores with one soft_cap would map.")
@@ -58,7 +60,9 @@ class GemmaFamily(LlamaFamily):
             return data
         positions = {
             LOCAL: [block.mixer.position or config.position for block in local],
-            GLOBAL: [block.mixer.position or config.position for block in blocks if block not in local],
+            GLOBAL: [
+                block.mixer.position or config.position for block in blocks if block not in local
+            ],
         }
         del data["rope_theta"]
         data["rope_parameters"] = {
@@ -70,30 +74,43 @@ class GemmaFamily(LlamaFamily):
     def _one_rope(self, positions: Sequence[Any], require: Requirements) -> Data:
         """Return the rope parameters of the layers of one kind."""
         if any(position != positions[0] for position in positions):
-            what = f"{require.architecture} has one position encoding with a window, and one without"
+            what = (
+                f"{require.architecture} has one position encoding with a window, and one without"
+            )
             require.reject("model.stack.rules", what, "Equal positions in these layers would map.")
         path = f"{BLOCK}.mixer.position"
         if not require.one_of(path, positions[0].kind, "rope"):
             return {}
         require.one_of(f"{path}.fraction", positions[0].fraction, 1.0)
         scaling = positions[0].scaling
-        require.one_of(f"{path}.scaling", None if scaling is None else scaling.method, None, *SCALINGS)
+        require.one_of(
+            f"{path}.scaling", None if scaling is None else scaling.method, None, *SCALINGS
+        )
         return rope_to_hf(positions[0])
 
     def from_hf(self, data: Data, require: Requirements) -> Data:
-        require.one_of("use_bidirectional_attention", bool(data.get("use_bidirectional_attention")), False)
+        require.one_of(
+            "use_bidirectional_attention", bool(data.get("use_bidirectional_attention")), False
+        )
         if not self.caps:
             require.one_of("attn_logit_softcapping", data.get("attn_logit_softcapping"), None)
         return super().from_hf(data, require) | {"scale_embeddings": True}
 
     def _our_position(self, data: Data, require: Requirements) -> Data:
         rope = data["rope_parameters"]
-        return rope_from_hf(rope[GLOBAL] if self.two_bases else rope, data, require, methods=self._methods)
+        return rope_from_hf(
+            rope[GLOBAL] if self.two_bases else rope, data, require, methods=self._methods
+        )
 
-    def _our_mixer(self, data: Data, norm: Data, window: int | None, layer: int, require: Requirements) -> Data:
+    def _our_mixer(
+        self, data: Data, norm: Data, window: int | None, layer: int, require: Requirements
+    ) -> Data:
         mixer = super()._our_mixer(data, norm, window, layer, require)
         cap = data.get("attn_logit_softcapping") if self.caps else None
-        mixer |= {"core": core_of(window, cap), "scale": float(data["query_pre_attn_scalar"]) ** -0.5}
+        mixer |= {
+            "core": core_of(window, cap),
+            "scale": float(data["query_pre_attn_scalar"]) ** -0.5,
+        }
         # A window that no text exceeds is none, and its layers are still those of the local base.
         if self.two_bases and data["layer_types"][layer] == LOCAL:
             rope = data["rope_parameters"][LOCAL]

@@ -51,7 +51,9 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
 
 def from_hf(data: Data, require: Requirements) -> Data:
     require.one_of("scale_attn_weights", data["scale_attn_weights"], True)
-    require.one_of("scale_attn_by_inverse_layer_idx", data["scale_attn_by_inverse_layer_idx"], False)
+    require.one_of(
+        "scale_attn_by_inverse_layer_idx", data["scale_attn_by_inverse_layer_idx"], False
+    )
     require.one_of("add_cross_attention", data.get("add_cross_attention", False), False)
     ffn = {
         "kind": "dense",
@@ -80,9 +82,15 @@ def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:
         *with_biases([weight(f"{block}.mixer.norm.weight", f"{layer}.ln_1.weight")], True),
         *with_biases([weight(f"{block}.ffn.norm.weight", f"{layer}.ln_2.weight")], True),
         weight(
-            " ".join(f"{part}.weight" for part in projections), f"{layer}.attn.c_attn.weight", CONCATENATED_TRANSPOSED
+            " ".join(f"{part}.weight" for part in projections),
+            f"{layer}.attn.c_attn.weight",
+            CONCATENATED_TRANSPOSED,
         ),
-        weight(" ".join(f"{part}.bias" for part in projections), f"{layer}.attn.c_attn.bias", CONCATENATED),
+        weight(
+            " ".join(f"{part}.bias" for part in projections),
+            f"{layer}.attn.c_attn.bias",
+            CONCATENATED,
+        ),
         weight(f"{block}.mixer.part.o.weight", f"{layer}.attn.c_proj.weight", TRANSPOSED),
         weight(f"{block}.mixer.part.o.bias", f"{layer}.attn.c_proj.bias"),
         weight(f"{block}.ffn.part.up.weight", f"{layer}.mlp.c_fc.weight", TRANSPOSED),

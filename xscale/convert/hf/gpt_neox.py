@@ -53,16 +53,23 @@ def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
     require.one_of(f"{BLOCK}.ffn.activation", ffn.activation, *ACTIVATIONS)
     require.one_of("model.dropout", config.dropout, block.dropout)
     if int(config.width // mixer.heads * config.position.fraction) % 2:
-        what = f"{config.position.fraction} of {config.width // mixer.heads} channels is an odd number"
-        require.reject("model.position.fraction", what, "A fraction with an even number of channels would map.")
-    require.one_of(f"{BLOCK}.residual.placement", getattr(block.residual, "placement", "pre"), "pre")
+        what = (
+            f"{config.position.fraction} of {config.width // mixer.heads} channels is an odd number"
+        )
+        require.reject(
+            "model.position.fraction", what, "A fraction with an even number of channels would map."
+        )
+    require.one_of(
+        f"{BLOCK}.residual.placement", getattr(block.residual, "placement", "pre"), "pre"
+    )
     return keys_to_hf(KEYS, config) | {
         "vocab_size": sizes.vocabulary,
         "intermediate_size": ffn.hidden or 4 * config.width,
         "hidden_act": ACTIVATIONS.get(ffn.activation),
         "max_position_embeddings": sizes.length,
         "use_parallel_residual": block.residual.kind == "parallel",
-        "rope_parameters": rope_to_hf(config.position) | {"partial_rotary_factor": config.position.fraction},
+        "rope_parameters": rope_to_hf(config.position)
+        | {"partial_rotary_factor": config.position.fraction},
         **dynamic_length(config.position),
     }
 
@@ -94,7 +101,9 @@ def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:
     mixer = config.stack.block_config(0).mixer
     inputs = " ".join(f"{block}.mixer.part.{part}.weight" for part in "qkv")
     attention = [
-        weight(inputs, f"{layer}.attention.query_key_value.weight", interleaved_qkv(mixer.heads, 1)),
+        weight(
+            inputs, f"{layer}.attention.query_key_value.weight", interleaved_qkv(mixer.heads, 1)
+        ),
         weight(f"{block}.mixer.part.o.weight", f"{layer}.attention.dense.weight"),
     ]
     norms_and_ffn = [

@@ -52,7 +52,10 @@ class GptOssFamily(LlamaFamily):
         windows = windows_of(blocks, require)
         window = window_of_some(windows, require)
         # The library's mask needs a size even if no layer has it: without the key it is the library's default.
-        return {"layer_types": layer_types(windows), **({} if window is None else {"sliding_window": window})}
+        return {
+            "layer_types": layer_types(windows),
+            **({} if window is None else {"sliding_window": window}),
+        }
 
     def _mixture(self, config: Any, ffns: Sequence[Any], require: Requirements) -> Data:
         ffn, path = ffns[0], f"{BLOCK}.ffn"
@@ -67,7 +70,11 @@ class GptOssFamily(LlamaFamily):
         require.one_of(f"{path}.expert.bias", expert.bias, True)
         require.one_of(f"{path}.expert.linear_offset", expert.linear_offset, 1.0)
         if expert.clamp_value is None:
-            require.reject(f"{path}.expert.clamp_value", f"{self.name} clamps, and there is no clamp", "7 would map.")
+            require.reject(
+                f"{path}.expert.clamp_value",
+                f"{self.name} clamps, and there is no clamp",
+                "7 would map.",
+            )
         require.one_of(f"{path}.router.logit_bias", router.logit_bias, True)
         require.one_of(f"{path}.router.score", router.score, "softmax")
         require.one_of(f"{path}.router.normalise", router.normalise, True)
@@ -79,7 +86,9 @@ class GptOssFamily(LlamaFamily):
             "swiglu_alpha": ALPHAS.get(expert.gate),
         }
 
-    def _our_mixer(self, data: Data, norm: Data, window: int | None, layer: int, require: Requirements) -> Data:
+    def _our_mixer(
+        self, data: Data, norm: Data, window: int | None, layer: int, require: Requirements
+    ) -> Data:
         mixer = super()._our_mixer(data, norm, window, layer, require)
         return mixer | {"core": core_of(window) | {"sinks": True}}
 
@@ -95,7 +104,9 @@ class GptOssFamily(LlamaFamily):
             "router": {
                 "kind": "topk",
                 "logit_bias": True,
-                "aux_loss_weight": float(data["router_aux_loss_coef"]) * chosen / data["num_hidden_layers"],
+                "aux_loss_weight": float(data["router_aux_loss_coef"])
+                * chosen
+                / data["num_hidden_layers"],
             },
             "expert": {
                 "kind": "gated",
@@ -119,8 +130,14 @@ class GptOssFamily(LlamaFamily):
         return [
             weight(f"{part}.router.weight", f"{mlp}.router.weight"),
             weight(f"{part}.router.logit_bias", f"{mlp}.router.bias"),
-            weight(f"{experts}.gate {experts}.up", f"{hf_experts}.gate_up_proj", INTERLEAVED_TRANSPOSED),
-            weight(f"{experts}.gate_bias {experts}.up_bias", f"{hf_experts}.gate_up_proj_bias", INTERLEAVED),
+            weight(
+                f"{experts}.gate {experts}.up", f"{hf_experts}.gate_up_proj", INTERLEAVED_TRANSPOSED
+            ),
+            weight(
+                f"{experts}.gate_bias {experts}.up_bias",
+                f"{hf_experts}.gate_up_proj_bias",
+                INTERLEAVED,
+            ),
             weight(f"{experts}.down", f"{hf_experts}.down_proj", TRANSPOSED_EXPERTS),
             weight(f"{experts}.down_bias", f"{hf_experts}.down_proj_bias"),
         ]

@@ -37,7 +37,9 @@ class TorchFile:
     def __init__(self, file: Path) -> None:
         # Mapped into memory where it is an archive, so that a tensor is read when it is used.
         stored = load_torch_file(file, mmap=True)
-        if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
+        if not isinstance(stored, dict) or not all(
+            isinstance(tensor, Tensor) for tensor in stored.values()
+        ):
             raise ValueError("it is not a dictionary of tensors")
         if not all(isinstance(name, str) for name in stored):
             raise ValueError("a tensor has no name")
@@ -153,7 +155,11 @@ def resolve_snapshot(folder: Path) -> Path:
         main = known[0] if len(known) == 1 else ""
     if main not in known:
         what = f"it has {len(known)} snapshots, and refs/main names none of them"
-        raise ConfigError(str(folder), what, f"Give one of: {', '.join(str(snapshots / name) for name in known[:4])}.")
+        raise ConfigError(
+            str(folder),
+            what,
+            f"Give one of: {', '.join(str(snapshots / name) for name in known[:4])}.",
+        )
     return snapshots / main
 
 
@@ -210,7 +216,9 @@ def import_model(folder: Path, *, sentence_head: bool = False) -> ImportedModel:
         )
     with torch.device("meta"), foreign_errors(folder, MISFIT):
         built: nn.Module = MODELS.build(model, sizes.vocabulary, sizes.length)
-    _check_shapes(folder, weights, {name: mapped.shape for name, mapped in built.named_parameters()})
+    _check_shapes(
+        folder, weights, {name: mapped.shape for name, mapped in built.named_parameters()}
+    )
     compared = compare_logits(model, sizes, weights, architecture, folder)
     return ImportedModel(architecture, config, section, sizes, weights, ignored, compared)
 
@@ -228,23 +236,39 @@ def import_body(folder: Path, *, dense: str | None) -> tuple[dict[str, Tensor], 
     with open_hf_folder(folder) as source, foreign_errors(folder, MISFIT):
         model = model_of(architecture.with_tensors(section, source.find))
         mapping = body_weights(architecture.weights(model, sizes))
-        first_components = {f"{name.partition('.')[0]}." for mapped in mapping for name in mapped.external_names}
+        first_components = {
+            f"{name.partition('.')[0]}." for mapped in mapping for name in mapped.external_names
+        }
         prefix = first_components.pop() if len(first_components) == 1 else ""
         has_prefix = any(name.startswith(prefix) for name in source.files)
         bare = "" if has_prefix else prefix
-        mapping += present_class_head(architecture.name, dense, {f"{bare}{name}" for name in source.files})
+        mapping += present_class_head(
+            architecture.name, dense, {f"{bare}{name}" for name in source.files}
+        )
         of_heads = [r"(.*\.)?pooler\..*", *[rf"(?!{re.escape(prefix)}).*"] * has_prefix]
-        without_heads = replace(architecture, prefix=prefix, ignored=(*architecture.ignored, *of_heads))
+        without_heads = replace(
+            architecture, prefix=prefix, ignored=(*architecture.ignored, *of_heads)
+        )
         return _weights(source, without_heads, mapping, architecture.loader)
 
 
 def _weights(
     source: HfFolder, architecture: Architecture, mapping: list[WeightMapping], loader: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    bare = architecture.prefix if not any(name.startswith(architecture.prefix) for name in source.files) else ""
-    required = {name: name.removeprefix(bare) for mapped in mapping for name in mapped.external_names}
+    bare = (
+        architecture.prefix
+        if not any(name.startswith(architecture.prefix) for name in source.files)
+        else ""
+    )
+    required = {
+        name: name.removeprefix(bare) for mapped in mapping for name in mapped.external_names
+    }
     fallbacks = dict(architecture.fallbacks)
-    required |= {name: fallbacks[name] for name in required if name in fallbacks and required[name] not in source.files}
+    required |= {
+        name: fallbacks[name]
+        for name in required
+        if name in fallbacks and required[name] not in source.files
+    }
     if missing := [name for name in required.values() if name not in source.files]:
         raise _incomplete(source, missing, loader)
     # A tied head may be stored twice.
@@ -265,24 +289,35 @@ def _weights(
             raise ConfigError(str(source.folder), what, "A model without it would map.")
         tensors = mapped.transform.inverse(external_tensors)
         assert len(tensors) == len(mapped.xscale_names), mapped
-        weights |= {name: tensor.contiguous() for name, tensor in zip(mapped.xscale_names, tensors, strict=True)}
+        weights |= {
+            name: tensor.contiguous()
+            for name, tensor in zip(mapped.xscale_names, tensors, strict=True)
+        }
     return weights, tuple(ignored)
 
 
 def _incomplete(source: HfFolder, missing: list[str], loader: str) -> ConfigError:
     """Return the error for a folder without some tensors; those of a model without its head have no prefix."""
-    what, fix = f"it has no tensor {_listed(missing)}", f"Save a complete {loader} with `save_pretrained`."
+    what, fix = (
+        f"it has no tensor {_listed(missing)}",
+        f"Save a complete {loader} with `save_pretrained`.",
+    )
     prefixed = [name for name in missing if name.partition(".")[2] in source.files]
     if prefixed:
         prefix = prefixed[0].partition(".")[0]
         of_head = [name for name in missing if name not in prefixed]
         what = f"it is a model without its language-model head: its tensors lack the prefix '{prefix}.'"
         what += f", and it has no {_listed(of_head)}" if of_head else ""
-        fix = fix.removesuffix(".") + f"; or fine-tune it on labels, by a run with init.from={source.folder}."
+        fix = (
+            fix.removesuffix(".")
+            + f"; or fine-tune it on labels, by a run with init.from={source.folder}."
+        )
     return ConfigError(str(source.folder), what, fix)
 
 
-def _check_shapes(folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+def _check_shapes(
+    folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> None:
     assert weights.keys() == shapes.keys(), weights.keys() ^ shapes.keys()
     wrong = [
         f"{name} {[*weights[name].shape]} for {[*shape]}"
@@ -290,7 +325,9 @@ def _check_shapes(folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[s
         if weights[name].shape != shape
     ]
     if wrong:
-        raise ConfigError(str(folder), f"tensor shapes do not match its config.json: {_listed(wrong)}")
+        raise ConfigError(
+            str(folder), f"tensor shapes do not match its config.json: {_listed(wrong)}"
+        )
 
 
 def _listed(names: list[str]) -> str:

@@ -22,7 +22,9 @@ HF_NAMES = {
 """Keys of a RoPE scaling: name in xscale -> name in transformers."""
 
 
-def layer_blocks(stack: Any, require: Requirements, path: str, may_differ: Sequence[str] = ()) -> list[Any]:
+def layer_blocks(
+    stack: Any, require: Requirements, path: str, may_differ: Sequence[str] = ()
+) -> list[Any]:
     """Return the config of each block; record a problem if they differ in other keys than `may_differ`.
 
     Such a key is dotted: "ffn", "mixer.core".
@@ -55,7 +57,11 @@ def layer_rules(parts: Sequence[Data], name: str) -> list[Data]:
     for period in range(2, len(parts) // 2 + 1):
         if all(part == parts[layer % period] for layer, part in enumerate(parts)):
             first = parts[:period]
-            return [{"every": period, "at": at, name: part} for at, part in enumerate(first) if part != parts[0]]
+            return [
+                {"every": period, "at": at, name: part}
+                for at, part in enumerate(first)
+                if part != parts[0]
+            ]
     rules: list[Data] = []
     at = 0
     for _, group in groupby(parts, key=repr):
@@ -94,7 +100,9 @@ def window_of_some(windows: Sequence[int | None], require: Requirements) -> int 
     sizes = sorted({window for window in windows if window is not None})
     if len(sizes) > 1:
         what = f"{require.architecture} has one size of window, not {', '.join(map(str, sizes))}"
-        require.reject("model.stack.rules", what, f"Windows of {sizes[0]} in all of these layers would map.")
+        require.reject(
+            "model.stack.rules", what, f"Windows of {sizes[0]} in all of these layers would map."
+        )
     return sizes[0] if sizes else None
 
 
@@ -106,7 +114,11 @@ def layer_types(windows: Sequence[int | None]) -> list[str]:
 def hf_windows(data: Data, require: Requirements) -> list[int | None]:
     """Return the window of each layer of a config.json; None: no window, or none smaller than the longest sequence."""
     depth, window = data["num_hidden_layers"], data.get("sliding_window")
-    if not data.get("use_sliding_window", True) or not window or window >= data["max_position_embeddings"]:
+    if (
+        not data.get("use_sliding_window", True)
+        or not window
+        or window >= data["max_position_embeddings"]
+    ):
         window = None
     types = data.get("layer_types") or ["sliding_attention"] * depth
     for kind in types:
@@ -131,7 +143,11 @@ def core_of(window: int | None, soft_cap: float | None = None) -> Data:
     cap = {} if soft_cap is None else {"soft_cap": soft_cap}
     if window is None:
         return {"kind": "softmax", **cap}
-    return {"kind": "block_sparse", "pattern": {"kind": "band", "left": window - 1, "right": 0}, **cap}
+    return {
+        "kind": "block_sparse",
+        "pattern": {"kind": "band", "left": window - 1, "right": 0},
+        **cap,
+    }
 
 
 def longest_window(config: Any) -> int:
@@ -167,7 +183,12 @@ def dynamic_length(position: Any) -> Data:
 
 
 def rope_from_hf(
-    rope: Data, data: Data, require: Requirements, *, partial: bool = False, methods: Sequence[str] = METHODS
+    rope: Data,
+    data: Data,
+    require: Requirements,
+    *,
+    partial: bool = False,
+    methods: Sequence[str] = METHODS,
 ) -> Data:
     """Return the position section of transformers' `rope_parameters` within a config.json."""
     at = "rope_parameters"
@@ -178,10 +199,16 @@ def rope_from_hf(
     fraction = rope.get("partial_rotary_factor", 1.0)
     if partial:
         section["fraction"] = float(fraction)
-        channels = int((data.get("head_dim") or data["hidden_size"] // data["num_attention_heads"]) * fraction)
+        channels = int(
+            (data.get("head_dim") or data["hidden_size"] // data["num_attention_heads"]) * fraction
+        )
         if channels % 2:
-            what = f"{channels} rotated channels of a head are an odd number, and xscale rotates pairs"
-            require.reject(f"{at}.partial_rotary_factor", what, "A fraction with an even number would map.")
+            what = (
+                f"{channels} rotated channels of a head are an odd number, and xscale rotates pairs"
+            )
+            require.reject(
+                f"{at}.partial_rotary_factor", what, "A fraction with an even number would map."
+            )
     else:
         require.one_of(f"{at}.partial_rotary_factor", fraction, 1.0)
     if method == "default":
@@ -190,22 +217,38 @@ def rope_from_hf(
     if method == "dynamic":
         scaling["original_length"] = data["max_position_embeddings"]
     if method in ("llama3", "yarn"):
-        names = ("original_length", "low_frequency", "high_frequency") if method == "llama3" else ("original_length",)
+        names = (
+            ("original_length", "low_frequency", "high_frequency")
+            if method == "llama3"
+            else ("original_length",)
+        )
         scaling |= {name: rope[HF_NAMES[name]] for name in names}
     if method == "yarn":
         scaling |= _yarn_from_hf(rope, data)
-    scaling |= {name: float(scaling[name]) for name in scaling if name.endswith(("frequency", "factor"))}
+    scaling |= {
+        name: float(scaling[name]) for name in scaling if name.endswith(("frequency", "factor"))
+    }
     if scaling["factor"] < 1:
-        require.reject(f"{at}.factor", f"xscale needs a factor of at least 1, not {scaling['factor']}", "1 would map.")
+        require.reject(
+            f"{at}.factor",
+            f"xscale needs a factor of at least 1, not {scaling['factor']}",
+            "1 would map.",
+        )
     return section | {"scaling": scaling}
 
 
 def _yarn_from_hf(rope: Data, data: Data) -> Data:
-    factor = rope.get("factor") or data["max_position_embeddings"] / rope["original_max_position_embeddings"]
+    factor = (
+        rope.get("factor")
+        or data["max_position_embeddings"] / rope["original_max_position_embeddings"]
+    )
     gain = rope.get("attention_factor")
     both = rope.get("mscale"), rope.get("mscale_all_dim")
     if gain is None and all(both):
-        numerator, denominator = (0.1 * float(scale) * math.log(factor) + 1 if factor > 1 else 1.0 for scale in both)  # type: ignore[arg-type]
+        numerator, denominator = (
+            0.1 * float(scale) * math.log(factor) + 1 if factor > 1 else 1.0  # type: ignore[arg-type]
+            for scale in both
+        )
         gain = numerator / denominator
     keys: Data = {
         "factor": factor,

@@ -41,7 +41,10 @@ FFN = "stack.blocks.{i}.ffn"
 LAYER = "model.layers.{i}"
 NORMS = {
     "pre": {f"{MIXER}.norm": "input_layernorm", f"{FFN}.norm": "post_attention_layernorm"},
-    "res_post": {f"{MIXER}.norm": "post_attention_layernorm", f"{FFN}.norm": "post_feedforward_layernorm"},
+    "res_post": {
+        f"{MIXER}.norm": "post_attention_layernorm",
+        f"{FFN}.norm": "post_feedforward_layernorm",
+    },
     "sandwich": {
         f"{MIXER}.norm": "input_layernorm",
         f"{MIXER}.after": "post_attention_layernorm",
@@ -104,7 +107,9 @@ class LlamaFamily:
     @property
     def keys(self) -> Keys:
         """Keys of a model with the same value, in both directions."""
-        return KEYS | ({"resid_pdrop": "stack.block.dropout", "embd_pdrop": "dropout"} if self.fused else {})
+        return KEYS | (
+            {"resid_pdrop": "stack.block.dropout", "embd_pdrop": "dropout"} if self.fused else {}
+        )
 
     @property
     def mixer_keys(self) -> Keys:
@@ -115,7 +120,9 @@ class LlamaFamily:
     @property
     def router_keys(self) -> Keys:
         """Keys of a router with the same value, in both directions."""
-        return {"num_experts_per_tok": "top_k"} | ({} if self.name == "mixtral" else {"norm_topk_prob": "normalise"})
+        return {"num_experts_per_tok": "top_k"} | (
+            {} if self.name == "mixtral" else {"norm_topk_prob": "normalise"}
+        )
 
     @property
     def varying(self) -> tuple[str, ...]:
@@ -151,21 +158,32 @@ class LlamaFamily:
     def _position(self, config: Any, blocks: Sequence[Any], require: Requirements) -> Data:
         position, block = config.position, blocks[0]
         rope = rope_to_hf(position)
-        data: Data = {"rope_theta": position.base, "rope_parameters": rope, **dynamic_length(position)}
+        data: Data = {
+            "rope_theta": position.base,
+            "rope_parameters": rope,
+            **dynamic_length(position),
+        }
         if not self.fused:
             require.one_of("model.position.fraction", position.fraction, 1.0)
             return data
         head_width = block.mixer.head_width or config.width // block.mixer.heads
         if int(head_width * position.fraction) % 2:
             what = f"{position.fraction} of {head_width} channels is an odd number"
-            require.reject("model.position.fraction", what, "A fraction with an even number of channels would map.")
+            require.reject(
+                "model.position.fraction",
+                what,
+                "A fraction with an even number of channels would map.",
+            )
         return data | {"rope_parameters": rope | {"partial_rotary_factor": position.fraction}}
 
     def _attention(self, config: Any, block: Any, require: Requirements) -> Data:
         mixer = block.mixer
         require.one_of(f"{BLOCK}.mixer.shared_qk", mixer.shared_qk or False, False)
         norm = None if mixer.qk_norm is None else mixer.qk_norm.kind
-        if require.one_of(f"{BLOCK}.mixer.qk_norm", norm, "rms" if self.qk_norm else None) and self.qk_norm:
+        if (
+            require.one_of(f"{BLOCK}.mixer.qk_norm", norm, "rms" if self.qk_norm else None)
+            and self.qk_norm
+        ):
             require.one_of(f"{BLOCK}.mixer.qk_norm.eps", mixer.qk_norm.eps, block.norm.eps)
             require.one_of(f"{BLOCK}.mixer.qk_norm_over", mixer.qk_norm_over, self.qk_norm)
         out = mixer.bias if mixer.output_bias is None else mixer.output_bias
@@ -175,7 +193,9 @@ class LlamaFamily:
             require.one_of(f"{BLOCK}.mixer.bias", mixer.bias, self.bias == "inputs")
             require.one_of(f"{BLOCK}.mixer.output_bias", out, False)
         if mixer.head_width is None and config.width % mixer.heads:
-            require.reject(f"{BLOCK}.mixer.heads", "they do not divide the width", "Give head_width.")
+            require.reject(
+                f"{BLOCK}.mixer.heads", "they do not divide the width", "Give head_width."
+            )
         head_width = mixer.head_width or config.width // mixer.heads
         data: Data = keys_to_hf(self.mixer_keys, mixer) | {
             "num_key_value_heads": mixer.kv_heads or mixer.heads,
@@ -201,10 +221,16 @@ class LlamaFamily:
         window = window_of_some(windows, require)
         data: Data = {"layer_types": layer_types(windows)}
         # Gemma's mask needs a size even if no layer has it: without the key it is the library's default.
-        data |= {} if window is None and self.activation_key != "hidden_act" else {"sliding_window": window}
+        data |= (
+            {}
+            if window is None and self.activation_key != "hidden_act"
+            else {"sliding_window": window}
+        )
         if self.activation_key == "hidden_act":
             # Readers that do not know `layer_types` count the first layers, which have no window.
-            first = next((layer for layer, size in enumerate(windows) if size is not None), len(windows))
+            first = next(
+                (layer for layer, size in enumerate(windows) if size is not None), len(windows)
+            )
             data |= {"use_sliding_window": window is not None, "max_window_layers": first}
         return data
 
@@ -218,10 +244,14 @@ class LlamaFamily:
 
     def _mixture(self, config: Any, ffns: Sequence[Any], require: Requirements) -> Data:
         path = f"{BLOCK}.ffn"
-        sparse, dense = ([ffn for ffn in ffns if (ffn.kind == "moe") == moe] for moe in (True, False))
+        sparse, dense = (
+            [ffn for ffn in ffns if (ffn.kind == "moe") == moe] for moe in (True, False)
+        )
         if any(ffn != group[0] for group in (sparse, dense) for ffn in group):
             what = f"{require.architecture} has one kind of dense and one of sparse layers"
-            require.reject("model.stack.rules", what, "Equal experts in all sparse layers would map.")
+            require.reject(
+                "model.stack.rules", what, "Equal experts in all sparse layers would map."
+            )
         ffn = sparse[0]
         require.one_of(f"{path}.router", ffn.router.kind, "topk")
         require.one_of(f"{path}.expert", ffn.expert.kind, "gated")
@@ -236,14 +266,20 @@ class LlamaFamily:
         require.one_of(f"{path}.router.bias_update_rate", ffn.router.bias_update_rate, 0.0)
         hidden = gated_hidden(ffn.expert.hidden, config.width)
         coefficient = ffn.router.aux_loss_weight * len(sparse) / ffn.router.top_k
-        data: Data = keys_to_hf(self.router_keys, ffn.router) | {"router_aux_loss_coef": coefficient}
+        data: Data = keys_to_hf(self.router_keys, ffn.router) | {
+            "router_aux_loss_coef": coefficient
+        }
         if self.name == "mixtral":
             require.one_of(f"{path}.router.normalise", ffn.router.normalise, True)
             return data | {"num_local_experts": ffn.experts, "intermediate_size": hidden}
         data |= {"num_experts": ffn.experts, "intermediate_size": hidden}
         if self.dense_layers:
             layers = [layer for layer, layer_ffn in enumerate(ffns) if layer_ffn.kind != "moe"]
-            data |= {"moe_intermediate_size": hidden, "decoder_sparse_step": 1, "mlp_only_layers": layers}
+            data |= {
+                "moe_intermediate_size": hidden,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": layers,
+            }
             data |= self._dense(config, dense, require) if dense else {}
         return data
 
@@ -253,20 +289,31 @@ class LlamaFamily:
             require.one_of("clip_qkv", data.get("clip_qkv"), None)
         if jitter := float(data.get("router_jitter_noise") or 0):
             what = (
-                f"a jitter of {jitter:g} also multiplies what the experts read, and xscale's only what the router reads"
+                f"a jitter of {jitter:g} also multiplies what the experts read, "
+                "and xscale's only what the router reads"
             )
-            require.reject("router_jitter_noise", what, "0 would map; model.stack.block.ffn.router.jitter is xscale's.")
+            require.reject(
+                "router_jitter_noise",
+                what,
+                "0 would map; model.stack.block.ffn.router.jitter is xscale's.",
+            )
         norm = {"kind": "rms", "eps": data["rms_norm_eps"]}
         depth = data["num_hidden_layers"]
         windows = hf_windows(data, require) if self.windows else [None] * depth
-        mixers = [self._our_mixer(data, norm, window, layer, require) for layer, window in enumerate(windows)]
+        mixers = [
+            self._our_mixer(data, norm, window, layer, require)
+            for layer, window in enumerate(windows)
+        ]
         ffns = [self._our_ffn(data, layer) for layer in range(depth)]
         block: Data = {"mixer": mixers[0], "ffn": ffns[0], "norm": norm, "residual": self.residual}
         section = {
             "kind": "decoder",
             "position": self._our_position(data, require),
             "dropout": 0.0,
-            "stack": {"block": block, "rules": [*layer_rules(mixers, "mixer"), *layer_rules(ffns, "ffn")]},
+            "stack": {
+                "block": block,
+                "rules": [*layer_rules(mixers, "mixer"), *layer_rules(ffns, "ffn")],
+            },
         }
         return keys_from_hf(self.keys, data, section)
 
@@ -276,7 +323,9 @@ class LlamaFamily:
             return rope_from_hf(rope, data, require, partial=True, methods=())
         return rope_from_hf(rope, data, require)
 
-    def _our_mixer(self, data: Data, norm: Data, window: int | None, layer: int, require: Requirements) -> Data:
+    def _our_mixer(
+        self, data: Data, norm: Data, window: int | None, layer: int, require: Requirements
+    ) -> Data:
         section = {
             "kind": "attention",
             "kv_heads": data["num_key_value_heads"] or data["num_attention_heads"],
@@ -293,10 +342,18 @@ class LlamaFamily:
         if self.experts and (not self.dense_layers or is_sparse(data, layer)):
             return self._our_mixture(data)
         bias = self.ffn_bias and bool(data.get("mlp_bias"))
-        return {"kind": "gated", "gate": self.gate, "hidden": data["intermediate_size"], "bias": bias}
+        return {
+            "kind": "gated",
+            "gate": self.gate,
+            "hidden": data["intermediate_size"],
+            "bias": bias,
+        }
 
     def _our_mixture(self, data: Data) -> Data:
-        layers = sum(not self.dense_layers or is_sparse(data, layer) for layer in range(data["num_hidden_layers"]))
+        layers = sum(
+            not self.dense_layers or is_sparse(data, layer)
+            for layer in range(data["num_hidden_layers"])
+        )
         weight = float(data["router_aux_loss_coef"]) * data["num_experts_per_tok"] / layers
         router = {"kind": "topk", "normalise": True, "aux_loss_weight": weight}
         return {
@@ -306,7 +363,9 @@ class LlamaFamily:
             "expert": {
                 "kind": "gated",
                 "gate": "swiglu",
-                "hidden": data["moe_intermediate_size" if self.dense_layers else "intermediate_size"],
+                "hidden": data[
+                    "moe_intermediate_size" if self.dense_layers else "intermediate_size"
+                ],
             },
         }
 
@@ -319,7 +378,11 @@ class LlamaFamily:
             outer.append(weight("head.weight", "lm_head.weight"))
         for layer in range(config.stack.depth):
             block = config.stack.block_config(layer)
-            outer += per_block(1, self._mixer_weights(config, block.mixer) + self._ffn_weights(block.ffn), first=layer)
+            outer += per_block(
+                1,
+                self._mixer_weights(config, block.mixer) + self._ffn_weights(block.ffn),
+                first=layer,
+            )
         return outer
 
     def _mixer_weights(self, config: Any, mixer: Any) -> list[WeightMapping]:
@@ -333,14 +396,23 @@ class LlamaFamily:
             head_width = mixer.head_width or config.width // mixer.heads
             queries, keys = mixer.heads * head_width, (mixer.kv_heads or mixer.heads) * head_width
             names = " ".join(f"{MIXER}.part.{part}.weight" for part in "qkv")
-            layer.append(weight(names, f"{attention}.qkv_proj.weight", concatenated(queries, keys, keys)))
+            layer.append(
+                weight(names, f"{attention}.qkv_proj.weight", concatenated(queries, keys, keys))
+            )
         else:
-            inputs = [weight(f"{MIXER}.part.{part}.weight", f"{attention}.{part}_proj.weight") for part in "qkv"]
+            inputs = [
+                weight(f"{MIXER}.part.{part}.weight", f"{attention}.{part}_proj.weight")
+                for part in "qkv"
+            ]
             layer += with_biases(inputs, mixer.bias)
         output = [weight(f"{MIXER}.part.o.weight", f"{attention}.o_proj.weight")]
         layer += with_biases(output, mixer.bias if mixer.output_bias is None else mixer.output_bias)
         for part in "qk" if self.qk_norm else "":
-            layer.append(weight(f"{MIXER}.part.{part}_norm.weight", f"{attention}.{part}_norm.weight", self.gain))
+            layer.append(
+                weight(
+                    f"{MIXER}.part.{part}_norm.weight", f"{attention}.{part}_norm.weight", self.gain
+                )
+            )
         return layer
 
     def _ffn_weights(self, ffn: Any) -> list[WeightMapping]:
@@ -349,14 +421,18 @@ class LlamaFamily:
             moe = f"{LAYER}.{self.experts}"
             layer = [weight(f"{FFN}.part.router.weight", f"{moe}.{self.router}.weight")]
             for projection, hf_name in zip(projections, self.parts, strict=True):
-                names = " ".join(f"{moe}.experts.{expert}.{hf_name}.weight" for expert in range(ffn.experts))
+                names = " ".join(
+                    f"{moe}.experts.{expert}.{hf_name}.weight" for expert in range(ffn.experts)
+                )
                 layer.append(weight(f"{FFN}.part.experts.{projection}", names, UNSTACKED))
             return layer
         if self.fused:
             both = f"{FFN}.part.gate.weight {FFN}.part.up.weight"
             down = weight(f"{FFN}.part.down.weight", f"{mlp}.down_proj.weight")
             return [weight(both, f"{mlp}.gate_up_proj.weight", GATE_UP), down]
-        dense = [weight(f"{FFN}.part.{part}.weight", f"{mlp}.{part}_proj.weight") for part in projections]
+        dense = [
+            weight(f"{FFN}.part.{part}.weight", f"{mlp}.{part}_proj.weight") for part in projections
+        ]
         return with_biases(dense, ffn.bias)
 
     def architecture(self) -> Architecture:
@@ -377,10 +453,18 @@ class LlamaFamily:
 
 LLAMA = LlamaFamily("llama", "LlamaForCausalLM", bias="optional", ffn_bias=True).architecture()
 MISTRAL = LlamaFamily("mistral", "MistralForCausalLM", windows="all").architecture()
-QWEN2 = LlamaFamily("qwen2", "Qwen2ForCausalLM", bias="inputs", windows="layers", divides=True).architecture()
-QWEN3 = LlamaFamily("qwen3", "Qwen3ForCausalLM", bias="optional", qk_norm="head", windows="layers").architecture()
+QWEN2 = LlamaFamily(
+    "qwen2", "Qwen2ForCausalLM", bias="inputs", windows="layers", divides=True
+).architecture()
+QWEN3 = LlamaFamily(
+    "qwen3", "Qwen3ForCausalLM", bias="optional", qk_norm="head", windows="layers"
+).architecture()
 MIXTRAL = LlamaFamily(
-    "mixtral", "MixtralForCausalLM", windows="all", experts="block_sparse_moe", parts=("w1", "w3", "w2")
+    "mixtral",
+    "MixtralForCausalLM",
+    windows="all",
+    experts="block_sparse_moe",
+    parts=("w1", "w3", "w2"),
 ).architecture()
 QWEN3_MOE = LlamaFamily(
     "qwen3_moe",
@@ -391,7 +475,9 @@ QWEN3_MOE = LlamaFamily(
     experts="mlp",
     dense_layers=True,
 ).architecture()
-PHI3 = LlamaFamily("phi3", "Phi3ForCausalLM", windows="all", fused=True, divides=True).architecture()
+PHI3 = LlamaFamily(
+    "phi3", "Phi3ForCausalLM", windows="all", fused=True, divides=True
+).architecture()
 OLMO2 = LlamaFamily(
     "olmo2", "Olmo2ForCausalLM", bias="optional", qk_norm="heads", residual="res_post", divides=True
 ).architecture()

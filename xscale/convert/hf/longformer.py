@@ -37,14 +37,22 @@ class LongformerFamily(BertFamily):
         windows = _windows(config, require)
         if not require.problems:
             _check_divide(windows, require, "model.stack.rules")
-        return data | {"attention_window": windows} | ({} if indices is None else {GLOBAL_TOKENS: list(indices)})
+        return (
+            data
+            | {"attention_window": windows}
+            | ({} if indices is None else {GLOBAL_TOKENS: list(indices)})
+        )
 
     def from_hf(self, data: Data, require: Requirements) -> Data:
         depth, windows = data["num_hidden_layers"], data["attention_window"]
         windows = [windows] * depth if isinstance(windows, int) else windows
         if len(windows) != depth or any(window < 2 * MIN_SIDE or window % 2 for window in windows):
             what = f"{windows} is not an even number of at least {2 * MIN_SIDE} tokens for each of {depth} layers"
-            require.reject("attention_window", what, "One such number, or a list with one per layer, would map.")
+            require.reject(
+                "attention_window",
+                what,
+                "One such number, or a list with one per layer, would map.",
+            )
             return {}
         _check_divide(windows, require, "attention_window")
         section = super().from_hf(data, require)
@@ -52,12 +60,18 @@ class LongformerFamily(BertFamily):
         mixer = stack["block"]["mixer"]
         stack["block"]["mixer"] = mixer | {"core": _core(windows[0])}
         stack["rules"] = _rules(windows, mixer)
-        return section if data.get(GLOBAL_TOKENS) is None else _with_global_tokens(section, data[GLOBAL_TOKENS])
+        return (
+            section
+            if data.get(GLOBAL_TOKENS) is None
+            else _with_global_tokens(section, data[GLOBAL_TOKENS])
+        )
 
     def weights(self, config: Any, sizes: ModelSizes) -> list[WeightMapping]:
         copied = config.stack.block_config(0).mixer.kind == "attention"
         return [
-            weight for mapping in super().weights(config, sizes) for weight in _with_global_weights(mapping, copied)
+            weight
+            for mapping in super().weights(config, sizes)
+            for weight in _with_global_weights(mapping, copied)
         ]
 
     def architecture(self) -> Architecture:
@@ -75,7 +89,9 @@ def _global_tokens(config: Any, require: Requirements) -> tuple[int, ...] | None
     indices = {getattr(mixer, GLOBAL_TOKENS, None) for mixer in mixers}
     if len(indices) > 1:
         what = f"{require.architecture} has the same global tokens in all layers"
-        require.reject("model.stack.rules", what, f"Mixers with the same {GLOBAL_TOKENS} would map.")
+        require.reject(
+            "model.stack.rules", what, f"Mixers with the same {GLOBAL_TOKENS} would map."
+        )
     return next(iter(indices))
 
 
@@ -119,11 +135,15 @@ def _dense(config: Any) -> Any:
         if getattr(mixer, "core", None) is None:
             return part
         if mixer.kind == "longformer":
-            mixer = Attention.Config(**{name: getattr(mixer, name) for name in Attention.Config.model_fields})
+            mixer = Attention.Config(
+                **{name: getattr(mixer, name) for name in Attention.Config.model_fields}
+            )
         return _with(part, mixer=_with(mixer, core=Softmax.Config()))
 
     stack = config.stack
-    return _with(config, stack=_with(stack, block=dense(stack.block), rules=tuple(map(dense, stack.rules))))
+    return _with(
+        config, stack=_with(stack, block=dense(stack.block), rules=tuple(map(dense, stack.rules)))
+    )
 
 
 def _with(config: Any, **changes: Any) -> Any:
@@ -181,7 +201,10 @@ def _with_global_weights(mapping: WeightMapping, copied: bool) -> list[WeightMap
         if copied:
             return [replace(mapping, external_names=(name, global_name), transform=DUPLICATED)]
         xscale_global_name = mapping.xscale_names[0].replace(part, f".part.global_{part[-2]}.")
-        return [mapping, replace(mapping, xscale_names=(xscale_global_name,), external_names=(global_name,))]
+        return [
+            mapping,
+            replace(mapping, xscale_names=(xscale_global_name,), external_names=(global_name,)),
+        ]
     return [mapping]
 
 

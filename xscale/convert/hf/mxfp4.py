@@ -60,7 +60,9 @@ class QuantizedFile:
         return [name for name in names if name + SCALES in self.files]
 
     def get_tensor(self, name: str) -> Tensor:
-        blocks, scales = (self.files[name + ending].get_tensor(name + ending) for ending in (BLOCKS, SCALES))
+        blocks, scales = (
+            self.files[name + ending].get_tensor(name + ending) for ending in (BLOCKS, SCALES)
+        )
         # Blocks are along the inputs, the last axis, and outputs are before it.
         return dequantize(blocks, scales).mT
 

@@ -21,7 +21,17 @@ from xscale.convert.hf.gemma import GEMMA2, GEMMA3
 from xscale.convert.hf.gpt2 import GPT2
 from xscale.convert.hf.gpt_neox import GPT_NEOX
 from xscale.convert.hf.gpt_oss import GPT_OSS
-from xscale.convert.hf.llama import LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMOE, PHI3, QWEN2, QWEN3, QWEN3_MOE
+from xscale.convert.hf.llama import (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    OLMO2,
+    OLMOE,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+)
 from xscale.convert.hf.longformer import LONGFORMER
 from xscale.convert.hf.mxfp4 import quantization_method
 from xscale.convert.hf.t5 import SWITCH, T5
@@ -74,7 +84,9 @@ def architecture_named(name: str, path: str) -> Architecture:
     raise ConfigError(path, f"no mapping for '{name}'", f"There are mappings for: {known}.")
 
 
-def select_architecture(model: Model.Config, sizes: ModelSizes, wanted: str | None = None) -> tuple[Architecture, Data]:
+def select_architecture(
+    model: Model.Config, sizes: ModelSizes, wanted: str | None = None
+) -> tuple[Architecture, Data]:
     """Return the first architecture that supports every feature of `model`, and its config.json.
 
     ConfigError with the keys that `wanted` does not support, or else the architecture with the fewest problems.
@@ -107,15 +119,23 @@ def model_from_hf_config(data: dict[str, Any]) -> tuple[Architecture, Data, Mode
     if method is not None and method not in architecture.quantization:
         fix = "Load it with transformers, `dequantize()` it and save it with `save_pretrained`: that would map."
         require.reject("quantization_config", f"its weights are quantised ({method})", fix)
-    with foreign_errors("config.json", f"its values do not describe a model of type {architecture.name}"):
+    with foreign_errors(
+        "config.json", f"its values do not describe a model of type {architecture.name}"
+    ):
         section = architecture.from_hf(data, require)
     if require.problems:
-        raise ConfigError([replace(problem, path=f"config.json: {problem.path}") for problem in require.problems])
-    with foreign_errors("config.json", f"its values do not describe a model of type {architecture.name}"):
+        raise ConfigError(
+            [replace(problem, path=f"config.json: {problem.path}") for problem in require.problems]
+        )
+    with foreign_errors(
+        "config.json", f"its values do not describe a model of type {architecture.name}"
+    ):
         length = section["position"].get("length") or data.get("max_position_embeddings") or LENGTH
         sizes = ModelSizes(data["vocab_size"], int(length), data.get("pad_token_id") or 0)
         model = model_of(section)
-        problems = MODELS.of(model).part.check(model, (sizes.vocabulary, sizes.length), "config.json: model")
+        problems = MODELS.of(model).part.check(
+            model, (sizes.vocabulary, sizes.length), "config.json: model"
+        )
     if problems:
         raise ConfigError(problems)
     return architecture, section, sizes
@@ -128,4 +148,7 @@ def model_of(section: dict[str, Any]) -> Model.Config:
 
 
 def _unique(problems: list[Problem], hint: str) -> list[Problem]:
-    return [replace(problem, what=f"{problem.what} {hint}".rstrip()) for problem in dict.fromkeys(problems)]
+    return [
+        replace(problem, what=f"{problem.what} {hint}".rstrip())
+        for problem in dict.fromkeys(problems)
+    ]

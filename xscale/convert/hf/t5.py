@@ -39,7 +39,10 @@ KEYS: Keys = {
     "num_decoder_layers": "decoder.depth",
     "num_heads": ("encoder.block.mixer.heads", "decoder.block.mixer.heads"),
     "layer_norm_epsilon": ("encoder.block.norm.eps", "decoder.block.norm.eps"),
-    "dropout_rate": (*[f"{stack}.block.{key}" for stack in STACKS for key in ("dropout", "mixer.dropout")], "dropout"),
+    "dropout_rate": (
+        *[f"{stack}.block.{key}" for stack in STACKS for key in ("dropout", "mixer.dropout")],
+        "dropout",
+    ),
 }
 """Keys with the same value, in both directions."""
 CAPACITY = 1 << 30
@@ -87,7 +90,11 @@ class T5Family:
         if require.problems:
             return {}
         for key in ("heads", "head_width"):
-            require.one_of(f"model.decoder.block.mixer.{key}", getattr(decoder.mixer, key), getattr(encoder.mixer, key))
+            require.one_of(
+                f"model.decoder.block.mixer.{key}",
+                getattr(decoder.mixer, key),
+                getattr(encoder.mixer, key),
+            )
         require.one_of("model.decoder.block.norm", decoder.norm, encoder.norm)
         require.one_of("model.decoder.block.ffn", decoder.ffn, encoder.ffn)
         if require.problems:
@@ -102,9 +109,13 @@ class T5Family:
             "tie_word_embeddings": self._scales_head(config),
             "is_encoder_decoder": True,
             "decoder_start_token_id": sizes.pad,
-            "d_ff": (gated_hidden if ffn.kind == "gated" else _dense_hidden)(ffn.hidden, config.width),
+            "d_ff": (gated_hidden if ffn.kind == "gated" else _dense_hidden)(
+                ffn.hidden, config.width
+            ),
         }
-        return data | (self._sparse(config, ffn, require) if self.sparse else {"feed_forward_proj": _feed(ffn)})
+        return data | (
+            self._sparse(config, ffn, require) if self.sparse else {"feed_forward_proj": _feed(ffn)}
+        )
 
     def _block(self, stack: Any, require: Requirements, path: str) -> Any:
         block = stack.block if self.sparse else uniform_block(stack, require, path)
@@ -135,7 +146,11 @@ class T5Family:
         data: Data = {"dense_act_fn": ACTIVATIONS[dense.activation], "expert_capacity": CAPACITY}
         for stack in STACKS:
             path, blocks = f"model.{stack}.rules", getattr(config, stack)
-            sparse = [layer for layer in range(blocks.depth) if blocks.block_config(layer).ffn.kind == "moe"]
+            sparse = [
+                layer
+                for layer in range(blocks.depth)
+                if blocks.block_config(layer).ffn.kind == "moe"
+            ]
             # Without a sparse layer the library makes block 1 sparse, or the only one.
             expected = _sparse_layers(blocks.depth, len(sparse))
             if sparse != expected:
@@ -148,21 +163,29 @@ class T5Family:
                     mixtures.append(block.ffn)
             data[f"num_sparse_{stack}_layers"] = len(sparse)
         if any(_without_weights(mixture) != _without_weights(mixtures[0]) for mixture in mixtures):
-            require.reject("model.decoder.rules", "the MoE ffns differ", "Equal MoE ffns would map.")
+            require.reject(
+                "model.decoder.rules", "the MoE ffns differ", "Equal MoE ffns would map."
+            )
         if not mixtures or require.problems:
             if not mixtures:
-                require.reject("model.encoder.rules", "no block has an MoE ffn", "Architecture t5 would map.")
+                require.reject(
+                    "model.encoder.rules", "no block has an MoE ffn", "Architecture t5 would map."
+                )
             return {}
         for key in ("aux_loss_weight", "z_loss_weight"):
             # Their losses pool the layers of a stack, and ours are added.
             sums = [
-                math.fsum(getattr(mixture.router, key) for mixture in _mixtures(getattr(config, stack)))
+                math.fsum(
+                    getattr(mixture.router, key) for mixture in _mixtures(getattr(config, stack))
+                )
                 for stack in STACKS
             ]
             data[LOSSES[key]] = sums[0]
             if not math.isclose(*sums, rel_tol=1e-6, abs_tol=1e-12):
                 what = f"the sum of {key} over the layers is {sums[0]:g} in the encoder and {sums[1]:g} in the decoder"
-                require.reject(f"model.decoder.rules.ffn.router.{key}", what, "Equal sums would map.")
+                require.reject(
+                    f"model.decoder.rules.ffn.router.{key}", what, "Equal sums would map."
+                )
         return data | self._mixture(mixtures[0], dense, require)
 
     def _mixture(self, moe: Any, dense: Any, require: Requirements) -> Data:
@@ -207,7 +230,9 @@ class T5Family:
         for stack, depth in depths.items():
             section[stack] = {"block": {**block, "ffn": ffn}}
             if self.sparse:
-                section[stack]["rules"] = (_sparse_rule(data, depth, data[f"num_sparse_{stack}_layers"], ffn),)
+                section[stack]["rules"] = (
+                    _sparse_rule(data, depth, data[f"num_sparse_{stack}_layers"], ffn),
+                )
         return keys_from_hf(KEYS, data, section)
 
     def weights(self, config: Any, sizes: ModelSizes) -> list[WeightMapping]:
@@ -226,7 +251,9 @@ class T5Family:
             last = IDENTITY
             if has_cross and config.scale_head != self._scales_head(config):
                 last = _factor(width**-0.5 if config.scale_head else width**0.5)
-            mappings.append(weight(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight", last))
+            mappings.append(
+                weight(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight", last)
+            )
             for layer in range(blocks.depth):
                 block = [*_attention("mixer", "layer.0", "SelfAttention", query_scale)]
                 if has_cross:
@@ -247,7 +274,10 @@ class T5Family:
             elif config.position.shared:
                 mappings.append(weight(f"{stack}.position.weight", table))
             else:
-                tables = " ".join(f"{stack}.blocks.{layer}.mixer.part.position.weight" for layer in range(blocks.depth))
+                tables = " ".join(
+                    f"{stack}.blocks.{layer}.mixer.part.position.weight"
+                    for layer in range(blocks.depth)
+                )
                 mappings.append(weight(tables, table, shared(blocks.depth)))
         if not config.tied:
             mappings.append(weight("head.weight", "lm_head.weight"))
@@ -264,8 +294,12 @@ class T5Family:
             mlp = f"{layer}.mlp"
             mappings.append(weight("ffn.part.router.weight", f"{mlp}.router.classifier.weight"))
             for projection, name in (("up", "wi"), ("down", "wo")):
-                names = [f"{mlp}.experts.expert_{expert}.{name}.weight" for expert in range(ffn.experts)]
-                mappings.append(weight(f"ffn.part.experts.{projection}", " ".join(names), UNSTACKED))
+                names = [
+                    f"{mlp}.experts.expert_{expert}.{name}.weight" for expert in range(ffn.experts)
+                ]
+                mappings.append(
+                    weight(f"ffn.part.experts.{projection}", " ".join(names), UNSTACKED)
+                )
             return mappings
         pairs = [("up", "wi"), ("down", "wo")]
         if ffn.kind == "gated":
@@ -273,7 +307,10 @@ class T5Family:
         dense = f"{layer}.{self.ffn}"
         return [
             *mappings,
-            *(weight(f"ffn.part.{projection}.weight", f"{dense}.{name}.weight") for projection, name in pairs),
+            *(
+                weight(f"ffn.part.{projection}.weight", f"{dense}.{name}.weight")
+                for projection, name in pairs
+            ),
         ]
 
     def architecture(self) -> Architecture:
@@ -301,7 +338,11 @@ def shared(depth: int) -> Transform:
     def out(tables: list[Tensor]) -> list[Tensor]:
         if any(not torch.equal(table, tables[0]) for table in tables):
             what = "the relative-position tables differ between blocks, but T5 shares one table"
-            raise ConfigError("model.position", what, "A model trained with position.shared=true would map, or 'none'.")
+            raise ConfigError(
+                "model.position",
+                what,
+                "A model trained with position.shared=true would map, or 'none'.",
+            )
         return tables[:1]
 
     return Transform(out, lambda tensors: [tensors[0].clone() for _ in range(depth)])
@@ -346,7 +387,9 @@ def _without_weights(moe: Any) -> Any:
     """Return the config of an MoE ffn without the weights of its losses, which differ with the layers of a stack."""
     if moe.router.kind != "switch":
         return moe
-    return moe.model_copy(update={"router": moe.router.model_copy(update=dict.fromkeys(LOSSES, 0.0))})
+    return moe.model_copy(
+        update={"router": moe.router.model_copy(update=dict.fromkeys(LOSSES, 0.0))}
+    )
 
 
 def dropless(config: Any) -> Any:
@@ -368,11 +411,16 @@ def dropless(config: Any) -> Any:
     return config.model_copy(update=changes)
 
 
-def _attention(sublayer: str, hf_sublayer: str, name: str, query_scale: Transform) -> list[WeightMapping]:
+def _attention(
+    sublayer: str, hf_sublayer: str, name: str, query_scale: Transform
+) -> list[WeightMapping]:
     mappings = [weight(f"{sublayer}.norm.weight", f"{hf_sublayer}.layer_norm.weight")]
-    mappings.append(weight(f"{sublayer}.part.q.weight", f"{hf_sublayer}.{name}.q.weight", query_scale))
+    mappings.append(
+        weight(f"{sublayer}.part.q.weight", f"{hf_sublayer}.{name}.q.weight", query_scale)
+    )
     return mappings + [
-        weight(f"{sublayer}.part.{part}.weight", f"{hf_sublayer}.{name}.{part}.weight") for part in "kvo"
+        weight(f"{sublayer}.part.{part}.weight", f"{hf_sublayer}.{name}.{part}.weight")
+        for part in "kvo"
     ]
 
 
@@ -396,4 +444,6 @@ def _our_feed(data: Data, require: Requirements) -> Data:
 
 
 T5 = T5Family("t5", "T5ForConditionalGeneration", False, "DenseReluDense").architecture()
-SWITCH = T5Family("switch_transformers", "SwitchTransformersForConditionalGeneration", True, "mlp").architecture()
+SWITCH = T5Family(
+    "switch_transformers", "SwitchTransformersForConditionalGeneration", True, "mlp"
+).architecture()

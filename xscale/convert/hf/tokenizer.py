@@ -12,7 +12,13 @@ from xscale.checkpoint.load import read_state
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import write_atomically
-from xscale.core.files.file_safety import check_name, decode_json, read_regular, remove_file, remove_folder
+from xscale.core.files.file_safety import (
+    check_name,
+    decode_json,
+    read_regular,
+    remove_file,
+    remove_folder,
+)
 from xscale.core.files.run_files import kind_of, make_run_folder, read_nested_run_file
 from xscale.core.foreign import foreign_errors, quiet_panics, reason
 from xscale.data.config import DataConfig
@@ -52,14 +58,24 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> list[str]:
     elif config.kind == "byte":
         exported = _bytes(tokenizer)
     else:
-        return [f"tokenizer: not exported, because '{config.kind}' has no counterpart in transformers"]
-    (folder / XSCALE_TOKENIZER_FILE).write_text(json.dumps(section, indent=2) + "\n", encoding="utf-8")
+        return [
+            f"tokenizer: not exported, because '{config.kind}' has no counterpart in transformers"
+        ]
+    (folder / XSCALE_TOKENIZER_FILE).write_text(
+        json.dumps(section, indent=2) + "\n", encoding="utf-8"
+    )
     mismatches = find_mismatches(tokenizer, lambda text: exported.encode(text).ids)
     ties = sum(equal_score(tokenizer, xscale_ids, hf_ids) for xscale_ids, hf_ids in mismatches)
     if wrong := len(mismatches) - ties:
         remove_file(folder, XSCALE_TOKENIZER_FILE)
-        return [f"tokenizer: not exported, because {wrong} of {TRIALS} random texts become other ids in transformers"]
-    text = file_with_prefix(exported.to_str(), _begin(tokenizer)) if tokenizer.prefix else exported.to_str()
+        return [
+            f"tokenizer: not exported, because {wrong} of {TRIALS} random texts become other ids in transformers"
+        ]
+    text = (
+        file_with_prefix(exported.to_str(), _begin(tokenizer))
+        if tokenizer.prefix
+        else exported.to_str()
+    )
     (folder / JSON).write_text(text, encoding="utf-8")
     (folder / CONFIG).write_text(json.dumps(_config(tokenizer), indent=2) + "\n", encoding="utf-8")
     same = TRIALS - ties
@@ -70,7 +86,9 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> list[str]:
     ]
 
 
-def _copy_sentencepiece(tokenizer: SentencePiece, section: dict[str, Any], folder: Path) -> list[str]:
+def _copy_sentencepiece(
+    tokenizer: SentencePiece, section: dict[str, Any], folder: Path
+) -> list[str]:
     """Write what `transformers` needs beside a model that was trained elsewhere, which it converts as it loads it."""
     named = {"pad": tokenizer.pad, "bos": tokenizer.bos, "eos": tokenizer.eos, "unk": tokenizer.unk}
     settings: dict[str, Any] = {
@@ -78,7 +96,9 @@ def _copy_sentencepiece(tokenizer: SentencePiece, section: dict[str, Any], folde
     }
     settings |= {"add_bos_token": bool(tokenizer.prefix), "add_eos_token": False}
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (folder / XSCALE_TOKENIZER_FILE).write_text(json.dumps(section, indent=2) + "\n", encoding="utf-8")
+    (folder / XSCALE_TOKENIZER_FILE).write_text(
+        json.dumps(section, indent=2) + "\n", encoding="utf-8"
+    )
     return [f"tokenizer: the run's own {FILE}; transformers converts it by the class of the model"]
 
 
@@ -111,16 +131,30 @@ def _copy_huggingface(tokenizer: HuggingFace, section: dict[str, Any], folder: P
         named = {"pad": tokenizer.pad, "bos": tokenizer.bos, "eos": tokenizer.eos}
         named["unk"] = None if tokenizer.unk == tokenizer.eos else tokenizer.unk
         named["mask"] = tokenizer.mask
-        names = {f"{key}_token": tokenizer.piece(token) for key, token in named.items() if token is not None}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+        names = {
+            f"{key}_token": tokenizer.piece(token)
+            for key, token in named.items()
+            if token is not None
+        }
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **names,
+        }
         files[CONFIG] = json.dumps(settings, indent=2).encode() + b"\n"
     for name, content in files.items():
         (folder / name).write_bytes(content)
     exported = load(folder)
-    if wrong := len(find_mismatches(tokenizer, lambda text: exported(text, add_special_tokens=False)["input_ids"])):
+    if wrong := len(
+        find_mismatches(
+            tokenizer, lambda text: exported(text, add_special_tokens=False)["input_ids"]
+        )
+    ):
         for name in files:
             remove_file(folder, name)
-        return [f"tokenizer: not exported, because {wrong} of {TRIALS} random texts become other ids in transformers"]
+        return [
+            f"tokenizer: not exported, because {wrong} of {TRIALS} random texts become other ids in transformers"
+        ]
     if not begins_alike(tokenizer, lambda text: exported(text)["input_ids"]):
         for name in files:
             remove_file(folder, name)
@@ -143,23 +177,33 @@ def tokenizer_of(checkpoint: Path, data: dict[str, Any]) -> Tokenizer | ConfigEr
             return error
     fingerprint = read_state(checkpoint).get("tokenizer_fingerprint")
     fix = f"Put the run's tokenizer into {run / FOLDER}."
-    require_fingerprint(tokenizer, fingerprint, run / FOLDER, "the checkpoint was trained with", fix)
+    require_fingerprint(
+        tokenizer, fingerprint, run / FOLDER, "the checkpoint was trained with", fix
+    )
     return tokenizer
 
 
-def keep_special_ids(source: Path, config: dict[str, Any], tokenizer: Tokenizer | None, run: Path) -> None:
+def keep_special_ids(
+    source: Path, config: dict[str, Any], tokenizer: Tokenizer | None, run: Path
+) -> None:
     """Store the special ids of an imported model's config.json in `run`, and its generation settings, for an export.
 
     `tokenizer` is the one that was imported with it. ConfigError when the generation settings cannot be read.
     """
     run.mkdir(parents=True, exist_ok=True)
     folder = make_run_folder(run, ORIGIN)
-    ids = {key: config[key] for key in ID_KEYS if key in config and (key in NULLABLE or config[key] is not None)}
+    ids = {
+        key: config[key]
+        for key in ID_KEYS
+        if key in config and (key in NULLABLE or config[key] is not None)
+    }
     fingerprint = None if tokenizer is None else tokenizer.fingerprint
     kept = {"ids": ids, "tokenizer_fingerprint": fingerprint}
     write_atomically(folder / IDS, json.dumps(kept, indent=1) + "\n")
     if (source / GENERATION).is_file():
-        write_atomically(folder / GENERATION, json.dumps(_read_json(source / GENERATION), indent=2) + "\n")
+        write_atomically(
+            folder / GENERATION, json.dumps(_read_json(source / GENERATION), indent=2) + "\n"
+        )
 
 
 @dataclass(frozen=True)
@@ -186,7 +230,9 @@ def kept_special_ids(checkpoint: Path) -> SpecialIds | None:
         return None
     ids = kept.get("ids", {})
     if not isinstance(ids, dict):
-        raise ConfigError(str(file), "the file contains no special ids", "Copy it again, or delete it.")
+        raise ConfigError(
+            str(file), "the file contains no special ids", "Copy it again, or delete it."
+        )
     return SpecialIds(ids, fingerprint is not None)
 
 
@@ -196,7 +242,9 @@ def export_generation_config(checkpoint: Path, folder: Path, *, same_tokenizer: 
     if kind_of(file) is None:
         return []
     if not same_tokenizer:
-        return [f"{GENERATION}: not exported, because the run was trained with another tokenizer than the imported one"]
+        return [
+            f"{GENERATION}: not exported, because the run was trained with another tokenizer than the imported one"
+        ]
     text = json.dumps(_read_json(file, read_nested_run_file), indent=2) + "\n"
     (folder / GENERATION).write_text(text, encoding="utf-8")
     return []
@@ -209,7 +257,9 @@ def _read_json(file: Path, read: Callable[[Path], bytes] = read_regular) -> dict
         what = f"the file cannot be read: {reason(error)}"
         raise ConfigError(str(file), what, "Copy it again, or delete it.") from None
     if not isinstance(content, dict):
-        raise ConfigError(str(file), "the file contains no JSON object", "Copy it again, or delete it.")
+        raise ConfigError(
+            str(file), "the file contains no JSON object", "Copy it again, or delete it."
+        )
     return content
 
 
@@ -243,7 +293,9 @@ def restore_tokenizer(source: Path, run: Path) -> dict[str, Any] | None:
             section["file"] = str(run / FOLDER / name)
     except (OSError, ValueError) as error:
         what = f"this is not the description of a tokenizer: {reason(error)}"
-        raise ConfigError(str(description), what, "Export the run again, or remove the file.") from None
+        raise ConfigError(
+            str(description), what, "Export the run again, or remove the file."
+        ) from None
     return section
 
 
@@ -253,21 +305,32 @@ def _sentencepiece(tokenizer: SentencePiece) -> Any:
     from tokenizers import decoders, models, normalizers
 
     processor, unk = tokenizer.processor, tokenizer.unk
-    scored = [(processor.IdToPiece(token), processor.GetScore(token)) for token in range(tokenizer.vocabulary)]
+    scored = [
+        (processor.IdToPiece(token), processor.GetScore(token))
+        for token in range(tokenizer.vocabulary)
+    ]
     if tokenizer.config.model == "unigram":
         model: Any = models.Unigram(scored, unk_id=unk, byte_fallback=True)
     else:
         ids = {piece: token for token, (piece, _) in enumerate(scored)}
-        ordinary = [token for token in range(tokenizer.vocabulary) if not _is_special(processor, token)]
+        ordinary = [
+            token for token in range(tokenizer.vocabulary) if not _is_special(processor, token)
+        ]
         merges, unk_token = _merges(scored, ordinary, ids), SPECIAL_TOKENS[unk]
-        model = models.BPE(vocab=ids, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True)
+        model = models.BPE(
+            vocab=ids, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True
+        )
     exported = tokenizers.Tokenizer(model)
     exported.normalizer = normalizers.Replace(" ", SPACE)
-    exported.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    exported.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return _add_special_tokens(exported, tokenizer)
 
 
-def _merges(scored: list[tuple[str, float]], ordinary: list[int], ids: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(
+    scored: list[tuple[str, float]], ordinary: list[int], ids: dict[str, int]
+) -> list[tuple[str, str]]:
     """Return every pair of pieces that makes another piece, by decreasing score of the merged piece."""
     known = {scored[token][0] for token in ordinary}
     merges = []
@@ -291,7 +354,9 @@ def _bytes(tokenizer: Tokenizer) -> Any:
     names = special_tokens(len(tokenizer.sentinels))
     ids = {name: token for token, name in enumerate(names)}
     ids |= {f"<0x{value:02X}>": tokenizer.encode("\0")[0] + value for value in range(256)}
-    model = models.BPE(vocab=ids, merges=[], unk_token=SPECIAL_TOKENS[tokenizer.unk], byte_fallback=True)
+    model = models.BPE(
+        vocab=ids, merges=[], unk_token=SPECIAL_TOKENS[tokenizer.unk], byte_fallback=True
+    )
     exported = tokenizers.Tokenizer(model)
     exported.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return _add_special_tokens(exported, tokenizer)
@@ -301,13 +366,25 @@ def _add_special_tokens(exported: Any, tokenizer: Tokenizer) -> Any:
     from tokenizers import AddedToken
 
     names = special_tokens(len(tokenizer.sentinels))
-    exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    exported.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in names]
+    )
     return exported
 
 
 def _config(tokenizer: Tokenizer) -> dict[str, Any]:
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token", "mask_token"), SPECIAL_TOKENS, strict=True))
-    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+    names = dict(
+        zip(
+            ("pad_token", "bos_token", "eos_token", "unk_token", "mask_token"),
+            SPECIAL_TOKENS,
+            strict=True,
+        )
+    )
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
 
 
 def find_mismatches(
@@ -315,7 +392,11 @@ def find_mismatches(
 ) -> list[tuple[list[int], list[int]]]:
     """Encode random texts, made of vocabulary pieces, with both tokenizers; (our ids, their ids) where they differ."""
     draw = random.Random(0)
-    table = [text for piece in tokenizer.token_bytes() if (text := piece.decode("utf-8", errors="ignore"))]
+    table = [
+        text
+        for piece in tokenizer.token_bytes()
+        if (text := piece.decode("utf-8", errors="ignore"))
+    ]
     mismatches = []
     for _ in range(TRIALS):
         text = "".join(draw.choices([*table, "é", "漢", "\U0001d11e"], k=PIECES))
@@ -335,7 +416,9 @@ def equal_score(tokenizer: Tokenizer, first: list[int], second: list[int]) -> bo
         return False
     if tokenizer.decode(first) != tokenizer.decode(second):
         return False
-    scores = [math.fsum(tokenizer.processor.GetScore(token) for token in ids) for ids in (first, second)]
+    scores = [
+        math.fsum(tokenizer.processor.GetScore(token) for token in ids) for ids in (first, second)
+    ]
     return math.isclose(*scores, rel_tol=1e-6)
 
 
@@ -351,10 +434,19 @@ def load(source: Path) -> Any:
             content = decode_json(read_regular(file), any_integer=True)
             check_bounds(content) if name == JSON else check_ids(companion_ids(name, content))
     with foreign_errors(source, "transformers cannot read it"), quiet_panics():
-        return AutoTokenizer.from_pretrained(str(source), local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            str(source), local_files_only=True, trust_remote_code=False
+        )
 
 
-FILES = (JSON, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
+FILES = (
+    JSON,
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
 """A folder with a tokenizer has one of these files; without any, the library constructs a default tokenizer."""
 
 
@@ -374,7 +466,10 @@ def import_tokenizer(source: Path, run: Path, vocabulary: int) -> tuple[dict[str
         remove_folder(folder.parent, folder.name)
         return None, f"tokenizer: not imported ({error.problems[0].what}); {hint}"
     rows = f" (the embedding has {vocabulary} rows)" if ids < vocabulary else ""
-    return section, f"tokenizer: imported, {ids} ids{rows}; {TRIALS} random texts become the same ids"
+    return (
+        section,
+        f"tokenizer: imported, {ids} ids{rows}; {TRIALS} random texts become the same ids",
+    )
 
 
 def _store(source: Path, folder: Path, vocabulary: int) -> tuple[dict[str, Any], int]:
@@ -390,8 +485,14 @@ def _store(source: Path, folder: Path, vocabulary: int) -> tuple[dict[str, Any],
     names |= {"pad": hf_tokenizer.pad_token, "mask": hf_tokenizer.mask_token}
     section |= {key: name for key, name in names.items() if name is not None}
     tokenizer = open_tokenizer(decode(DataConfig, {"tokenizer": section}))
-    if wrong := len(find_mismatches(tokenizer, lambda text: hf_tokenizer(text, add_special_tokens=False)["input_ids"])):
-        raise ConfigError(str(source), f"{wrong} of {TRIALS} random texts become other ids in xscale")
+    if wrong := len(
+        find_mismatches(
+            tokenizer, lambda text: hf_tokenizer(text, add_special_tokens=False)["input_ids"]
+        )
+    ):
+        raise ConfigError(
+            str(source), f"{wrong} of {TRIALS} random texts become other ids in xscale"
+        )
     if not begins_alike(tokenizer, lambda text: hf_tokenizer(text)["input_ids"]):
         raise ConfigError(str(source), "a text begins with other tokens in xscale")
     return section, ids

@@ -95,7 +95,9 @@ def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:
     ]
     maps.append(weight(f"{attention}.part.o.weight", f"{layer}.rel_attn.o", out))
     biases = f"{layer}.rel_attn.r_w_bias {layer}.rel_attn.r_s_bias {layer}.rel_attn.seg_embed"
-    maps.append(weight(f"{attention}.part.position.content_bias", biases, with_zeros((), (SEGMENTS,))))
+    maps.append(
+        weight(f"{attention}.part.position.content_bias", biases, with_zeros((), (SEGMENTS,)))
+    )
     maps.append(weight(f"{attention}.part.position.position_bias", f"{layer}.rel_attn.r_r_bias"))
     biased = [
         weight(f"{attention}.norm.weight", f"{layer}.rel_attn.layer_norm.weight"),
@@ -107,7 +109,10 @@ def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:
     query_stream = Transform(
         lambda tensors: [tensors[0], tensors[0].new_zeros(1, 1, width)], lambda tensors: tensors[:1]
     )
-    outer = [weight("embed.table.weight", tables, query_stream), weight("head.bias", "lm_loss.bias")]
+    outer = [
+        weight("embed.table.weight", tables, query_stream),
+        weight("head.bias", "lm_loss.bias"),
+    ]
     if not config.tied:
         outer.append(weight("head.weight", "lm_loss.weight"))
     return [*outer, *per_block(config.stack.depth, [*maps, *with_biases(biased, True)])]
@@ -135,7 +140,8 @@ def with_zeros(*shapes: tuple[int, ...]) -> Transform:
         return like.new_zeros(*shape, *like.shape)
 
     return Transform(
-        lambda tensors: [tensors[0], *(zeros(tensors[0], shape) for shape in shapes)], lambda tensors: tensors[:1]
+        lambda tensors: [tensors[0], *(zeros(tensors[0], shape) for shape in shapes)],
+        lambda tensors: tensors[:1],
     )
 
 

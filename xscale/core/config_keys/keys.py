@@ -14,7 +14,14 @@ from xscale.core.files.file_safety import decode_json, read_regular
 from xscale.core.key_words.others_words import meant_by
 
 FAMILY = "#/$defs/family "
-TYPES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "array": "list", "object": "mapping"}
+TYPES = {
+    "integer": "int",
+    "number": "float",
+    "string": "str",
+    "boolean": "bool",
+    "array": "list",
+    "object": "mapping",
+}
 """JSON's word for a type -> Python's."""
 KEYWORDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 """Name of a bound in pydantic -> in a JSON schema."""
@@ -67,7 +74,10 @@ class ConfigKeys:
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._definitions: dict[str, Any] = schema["$defs"]
-        self.root = Key("", {**schema, "properties": {k: v for k, v in schema["properties"].items() if k != "use"}})
+        self.root = Key(
+            "",
+            {**schema, "properties": {k: v for k, v in schema["properties"].items() if k != "use"}},
+        )
 
     def family(self, key: Key) -> str | None:
         """Name of the family whose part fills the slot, or each entry of it; None: the key is no slot."""
@@ -78,12 +88,15 @@ class ConfigKeys:
 
     def families(self) -> list[str]:
         """Name of each family."""
-        return [name.removeprefix("family ") for name in self._definitions if name.startswith("family ")]
+        return [
+            name.removeprefix("family ") for name in self._definitions if name.startswith("family ")
+        ]
 
     def parts(self, family: str) -> dict[str, dict[str, Any]]:
         """Kind -> JSON schema of each part of the family."""
         return {
-            part["properties"]["kind"]["const"]: part for part in self._definitions[f"family {family}"]["anyOf"][1:]
+            part["properties"]["kind"]["const"]: part
+            for part in self._definitions[f"family {family}"]["anyOf"][1:]
         }
 
     def old_kinds(self, family: str) -> dict[str, str]:
@@ -103,13 +116,25 @@ class ConfigKeys:
         owners: dict[str, list[tuple[dict[str, Any], tuple[str, ...], list[str]]]] = {}
         for kind_name in parts if kind is None else [kind]:
             for name, node, old_names in _properties(parts[kind_name]):
-                known = next((entry for entry in owners.setdefault(name, []) if entry[:2] == (node, old_names)), None)
+                known = next(
+                    (
+                        entry
+                        for entry in owners.setdefault(name, [])
+                        if entry[:2] == (node, old_names)
+                    ),
+                    None,
+                )
                 if known is None:
                     owners[name].append((node, old_names, [kind_name]))
                 else:
                     known[2].append(kind_name)
         return [
-            Key(f"{key.path}.{name}", node, (*key.needs, Need(key.path, family, tuple(kinds))), old_names)
+            Key(
+                f"{key.path}.{name}",
+                node,
+                (*key.needs, Need(key.path, family, tuple(kinds))),
+                old_names,
+            )
             for name, entries in owners.items()
             for node, old_names, kinds in entries
         ]
@@ -184,7 +209,11 @@ class ConfigKeys:
         for key in self.all:
             family = self.family(key)
             name = kind if family is None else self.old_kinds(family).get(kind, kind)
-            if family is not None and name in self.parts(family) and (not above or self._leads(above, key, last=True)):
+            if (
+                family is not None
+                and name in self.parts(family)
+                and (not above or self._leads(above, key, last=True))
+            ):
                 slots.setdefault((family, name), key)
         return [(key, name) for (_, name), key in slots.items()]
 
@@ -194,16 +223,27 @@ class ConfigKeys:
             return [key]
         spellings = [self._spellings(word) for word in query.split(".")]
         candidates = [".".join(words) for words in islice(product(*spellings), 27)]
-        paths = [group[0].path for candidate in candidates if candidate != query for group in self.find(candidate)]
-        paths += get_close_matches(query, list(dict.fromkeys(key.path for key in self.all)), n=3, cutoff=0.7)
+        paths = [
+            group[0].path
+            for candidate in candidates
+            if candidate != query
+            for group in self.find(candidate)
+        ]
+        paths += get_close_matches(
+            query, list(dict.fromkeys(key.path for key in self.all)), n=3, cutoff=0.7
+        )
         return list(dict.fromkeys(paths))[:3]
 
     def _spellings(self, word: str) -> list[str]:
         """Known words that are near, or that begin so; a word that is far from all means none: `bytes` is no `bits`."""
         if word in self.words:
             return [word]
-        begun = sorted(known for known in self.words if len(word) >= BEGINNING and known.startswith(word))
-        return list(dict.fromkeys([*get_close_matches(word, self.words, n=3, cutoff=0.75), *begun]))[:3]
+        begun = sorted(
+            known for known in self.words if len(word) >= BEGINNING and known.startswith(word)
+        )
+        return list(
+            dict.fromkeys([*get_close_matches(word, self.words, n=3, cutoff=0.75), *begun])
+        )[:3]
 
     def _sections(self, node: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for branch in _branches(node):
@@ -229,7 +269,11 @@ class ConfigKeys:
     def _is_below(self, word: list[str], key: Key) -> bool:
         """Whether the key is directly below the section, slot or kind `word`."""
         steps = self._words(key)[:-1]
-        near = steps[-2:] if key.needs and key.needs[-1].slot == key.path.rpartition(".")[0] else steps[-1:]
+        near = (
+            steps[-2:]
+            if key.needs and key.needs[-1].slot == key.path.rpartition(".")[0]
+            else steps[-1:]
+        )
         return any(name in step for name in word for step in near)
 
     def _leads(self, words: list[str], key: Key, *, last: bool = False) -> bool:
@@ -250,12 +294,21 @@ def _properties(section: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], 
     for name, node in section.get("properties", {}).items():
         if name == "kind" and "const" in node:
             continue
-        listed = any("$ref" in branch for array in _branches(node, items=False) for branch in _items(array))
-        yield f"{name}[]" if listed else name, node, tuple(old for old, new in renamed.items() if new == name)
+        listed = any(
+            "$ref" in branch for array in _branches(node, items=False) for branch in _items(array)
+        )
+        yield (
+            f"{name}[]" if listed else name,
+            node,
+            tuple(old for old, new in renamed.items() if new == name),
+        )
 
 
 def _items(node: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*node.get("prefixItems", []), *([node["items"]] if isinstance(node.get("items"), dict) else [])]
+    return [
+        *node.get("prefixItems", []),
+        *([node["items"]] if isinstance(node.get("items"), dict) else []),
+    ]
 
 
 def _branches(node: dict[str, Any], *, items: bool = True) -> Iterator[dict[str, Any]]:
@@ -298,14 +351,20 @@ def type_text(node: dict[str, Any]) -> str:
 
 
 def _bounds(node: dict[str, Any]) -> str:
-    bounds = {name: value_text(node[keyword]) for name, keyword in KEYWORDS.items() if keyword in node}
+    bounds = {
+        name: value_text(node[keyword]) for name, keyword in KEYWORDS.items() if keyword in node
+    }
     multiple = f"a multiple of {node['multipleOf']}" if "multipleOf" in node else ""
     low, high = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
     if low is not None and high is not None:
-        interval = f"in {'(' if 'gt' in bounds else '['}{low}, {high}{')' if 'lt' in bounds else ']'}"
+        interval = (
+            f"in {'(' if 'gt' in bounds else '['}{low}, {high}{')' if 'lt' in bounds else ']'}"
+        )
         return ", ".join(filter(None, (interval, multiple)))
     signs = {name: sign for sign, name in BOUND_SIGNS.values()}
-    return ", ".join(filter(None, (*(f"{signs[name]} {value}" for name, value in bounds.items()), multiple)))
+    return ", ".join(
+        filter(None, (*(f"{signs[name]} {value}" for name, value in bounds.items()), multiple))
+    )
 
 
 def value_text(value: Any) -> str:
@@ -323,7 +382,11 @@ def first_sentence(text: str) -> str:
     """Return the text up to the first full stop that ends a sentence, on one line."""
     line = " ".join(text.split())
     for offset, letter in enumerate(line):
-        ends = letter == "." and line[offset + 1 : offset + 2] in ("", " ") and line[offset - 5 : offset] != "et al"
+        ends = (
+            letter == "."
+            and line[offset + 1 : offset + 2] in ("", " ")
+            and line[offset - 5 : offset] != "et al"
+        )
         if ends and not line[offset + 2 : offset + 3].islower():
             return line[: offset + 1]
     return line
@@ -331,4 +394,6 @@ def first_sentence(text: str) -> str:
 
 def wrapped(text: str, indent: str, width: int = 110) -> list[str]:
     """Return the text as lines of at most `width` characters; no line for an empty one."""
-    return textwrap.wrap(" ".join(text.split()), width, initial_indent=indent, subsequent_indent=indent)
+    return textwrap.wrap(
+        " ".join(text.split()), width, initial_indent=indent, subsequent_indent=indent
+    )

@@ -47,7 +47,9 @@ def parse_path(text: str) -> list[Segment]:
             shown = part if len(part) <= SHOWN else f"{part[:SHOWN]}..."
             raise ConfigError(text, f"'{shown}' is no part of a key", fix)
         indices = re.findall(r"\[([0-9]*|\*)\]", match[2])
-        segments.append(Segment(match[1], tuple(int(index) if is_index(index) else None for index in indices)))
+        segments.append(
+            Segment(match[1], tuple(int(index) if is_index(index) else None for index in indices))
+        )
     return segments
 
 
@@ -63,7 +65,9 @@ def is_plain(data: dict[str, Any], segments: list[Segment]) -> bool:
 
 def path_text(path: KeyPath) -> str:
     """Return the path as an override has it: `model.stack.rules[0].every`."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+    return "".join(
+        f"[{step}]" if isinstance(step, int) else f".{step}" for step in path
+    ).removeprefix(".")
 
 
 def nested(path: KeyPath, value: Any) -> Any:

@@ -4,8 +4,24 @@ from difflib import get_close_matches
 from typing import Any
 
 from xscale.core.config_keys.keys import ConfigKeys
-from xscale.core.config_keys.override_path import KeyPath, Segment, Target, is_index, is_plain, parse_path, path_text
-from xscale.core.config_keys.present_keys import PresentKey, Word, below, entry, kind_of, root_of, walk
+from xscale.core.config_keys.override_path import (
+    KeyPath,
+    Segment,
+    Target,
+    is_index,
+    is_plain,
+    parse_path,
+    path_text,
+)
+from xscale.core.config_keys.present_keys import (
+    PresentKey,
+    Word,
+    below,
+    entry,
+    kind_of,
+    root_of,
+    walk,
+)
 from xscale.core.errors import ConfigError, nearest
 
 Between = tuple[frozenset[str], ...]
@@ -27,7 +43,9 @@ def resolve(keys: ConfigKeys, data: dict[str, Any], text: str) -> list[Target]:
     if first in sections or first in data or len(segments) == 1:
         steps = [step for segment in segments for step in (segment.name, *segment.entries)]
         targets = _by_path(keys, root_of(keys, data), steps, text)
-    elif first in keys.words or any(first in key.words[-1].names for key in walk(keys, root_of(keys, data), "kind")):
+    elif first in keys.words or any(
+        first in key.words[-1].names for key in walk(keys, root_of(keys, data), "kind")
+    ):
         ending = ("kind",) if segments[-1].name == "kind" else ()
         targets = [(*key.path, *ending) for key in find_present(keys, data, text)]
     else:
@@ -59,7 +77,9 @@ def find_present(keys: ConfigKeys, data: dict[str, Any], text: str) -> list[Pres
     return [key for key, _ in meanings[0]]
 
 
-def matching(keys: ConfigKeys, data: dict[str, Any], segments: list[Segment]) -> list[tuple[PresentKey, Between]]:
+def matching(
+    keys: ConfigKeys, data: dict[str, Any], segments: list[Segment]
+) -> list[tuple[PresentKey, Between]]:
     """Return the keys that the words name, with the names between the last word but one and the key.
 
     Keys directly below that word are preferred to those further below it. `kind` stands for the slot itself.
@@ -69,7 +89,11 @@ def matching(keys: ConfigKeys, data: dict[str, Any], segments: list[Segment]) ->
     for key in walk(keys, root_of(keys, data), last.name):
         steps = list(key.words)
         if last.name == "kind":
-            kind = None if isinstance(key.value, list | tuple) or keys.family(key.key) is None else kind_of(key)
+            kind = (
+                None
+                if isinstance(key.value, list | tuple) or keys.family(key.key) is None
+                else kind_of(key)
+            )
             if kind is None:
                 continue
             steps += [Word(frozenset({kind}), is_kind=True), Word(frozenset({"kind"}))]
@@ -92,22 +116,35 @@ def below_path(keys: ConfigKeys, data: dict[str, Any], text: str) -> list[Presen
     if segments[0].name not in {key.name for key in keys.children(keys.root)}:
         anchors = [(key, _anchor(segments, list(key.words[:-1]))) for key in walk(keys, root)]
         return [
-            key for key, anchor in anchors if anchor is not None and all(word.is_kind for word in key.words[anchor:-1])
+            key
+            for key, anchor in anchors
+            if anchor is not None and all(word.is_kind for word in key.words[anchor:-1])
         ]
     reached = [root]
     for segment in segments:
-        reached = [key for above in reached for key in below(keys, above) if segment.name == key.key.name]
+        reached = [
+            key for above in reached for key in below(keys, above) if segment.name == key.key.name
+        ]
         for index in segment.entries:
             lists = [key for key in reached if isinstance(key.value, list | tuple)]
-            reached = [entry for key in lists for entry in below(keys, key) if index in (None, entry.path[-1])]
-    return [key for above in reached for key in below(keys, above) if not isinstance(key.path[-1], int)]
+            reached = [
+                entry
+                for key in lists
+                for entry in below(keys, key)
+                if index in (None, entry.path[-1])
+            ]
+    return [
+        key for above in reached for key in below(keys, above) if not isinstance(key.path[-1], int)
+    ]
 
 
 def _stands_for(segment: Segment, step: Word) -> bool:
     """Whether a typed word names this step of a path, and one of the entries that it means."""
     if segment.name not in step.names:
         return False
-    return not segment.entries or (step.index is not None and segment.entries[0] in (None, step.index))
+    return not segment.entries or (
+        step.index is not None and segment.entries[0] in (None, step.index)
+    )
 
 
 def _anchor(segments: list[Segment], steps: list[Word]) -> int | None:
@@ -123,7 +160,12 @@ def _anchor(segments: list[Segment], steps: list[Word]) -> int | None:
 
 
 def _by_path(
-    keys: ConfigKeys, above: PresentKey, steps: list[str | int | None], text: str, *, must_exist: bool = False
+    keys: ConfigKeys,
+    above: PresentKey,
+    steps: list[str | int | None],
+    text: str,
+    *,
+    must_exist: bool = False,
 ) -> list[KeyPath]:
     """Return the paths that the steps below `above` mean, None being all entries of a list.
 
@@ -133,11 +175,19 @@ def _by_path(
         return [above.path]
     step, *after = steps
     if isinstance(above.value, list | tuple):
-        return _entries(keys, above, int(step) if isinstance(step, str) and is_index(step) else step, after, text)
+        return _entries(
+            keys,
+            above,
+            int(step) if isinstance(step, str) and is_index(step) else step,
+            after,
+            text,
+        )
     if not isinstance(step, str):
         what = "has no entries in this recipe" if above.value is None else "is no list"
         raise ConfigError(
-            text, f"{path_text(above.path)} {what}", f"`xscale explain {above.key.path}` says what it is."
+            text,
+            f"{path_text(above.path)} {what}",
+            f"`xscale explain {above.key.path}` says what it is.",
         )
     for child in below(keys, above, _last_name(after)):
         if step in (child.key.name, *child.key.old_names):
@@ -152,13 +202,19 @@ def _by_path(
 
 
 def _entries(
-    keys: ConfigKeys, above: PresentKey, step: str | int | None, after: list[str | int | None], text: str
+    keys: ConfigKeys,
+    above: PresentKey,
+    step: str | int | None,
+    after: list[str | int | None],
+    text: str,
 ) -> list[KeyPath]:
     """Return the paths that the steps after an index, or after the None of all entries, mean in a list."""
     name, count = path_text(above.path), len(above.value)
     full_list = f"{name}='[...]'"
     if count == 0:
-        raise ConfigError(text, f"{name} has no entries in this recipe", f"Give the whole list: {full_list}.")
+        raise ConfigError(
+            text, f"{name} has no entries in this recipe", f"Give the whole list: {full_list}."
+        )
     choice = f"{name}[0]" if count == 1 else f"{name}[0] to {name}[{count - 1}]"
     if isinstance(step, str):
         fix = f"Give {choice}, or all entries by {name}[*]: {name}[*].{_text(step, *after)}=VALUE."
@@ -169,13 +225,19 @@ def _entries(
             raise ConfigError(text, f"{name} has {entries_text}", f"There is {choice}.")
         return _by_path(keys, entry(above, step), after, text)
     entries = [entry(above, index) for index in range(count)]
-    paths = [path for item in entries for path in _by_path(keys, item, after, text, must_exist=True)]
+    paths = [
+        path for item in entries for path in _by_path(keys, item, after, text, must_exist=True)
+    ]
     if not paths:
         known = [_text(*key.path[len(item.path) :]) for item in entries for key in walk(keys, item)]
         wanted = _text(*after)
         close = get_close_matches(wanted, dict.fromkeys(known), n=2)
         fix = f"Did you mean {' or '.join(f'{name}[*].{path}' for path in close)}?" if close else ""
-        raise ConfigError(text, f"no entry of {name} has the key {wanted}", fix or f"`xscale explain {name}` has them.")
+        raise ConfigError(
+            text,
+            f"no entry of {name} has the key {wanted}",
+            fix or f"`xscale explain {name}` has them.",
+        )
     return paths
 
 
@@ -188,7 +250,9 @@ def _text(*steps: str | int | None) -> str:
     return path_text(tuple("*" if step is None else step for step in steps))
 
 
-def _defaults(keys: ConfigKeys, data: dict[str, Any], path: KeyPath) -> tuple[tuple[KeyPath, Any], ...]:
+def _defaults(
+    keys: ConfigKeys, data: dict[str, Any], path: KeyPath
+) -> tuple[tuple[KeyPath, Any], ...]:
     """List what the config leaves at its default above the key: lists and parts, of which only one key is given now."""
     above, defaults = root_of(keys, data), list[tuple[KeyPath, Any]]()
     for number, step in enumerate(path[:-1]):
@@ -201,7 +265,9 @@ def _defaults(keys: ConfigKeys, data: dict[str, Any], path: KeyPath) -> tuple[tu
             above = child
         is_part = keys.family(above.key) is not None and path[number + 1] != "kind"
         if not above.given and above.value and (is_part or isinstance(above.value, list)):
-            defaults.append((above.path, {"kind": above.value} if isinstance(above.value, str) else above.value))
+            defaults.append(
+                (above.path, {"kind": above.value} if isinstance(above.value, str) else above.value)
+            )
     return tuple(defaults)
 
 
@@ -212,13 +278,23 @@ def _why_absent(keys: ConfigKeys, data: dict[str, Any], text: str) -> tuple[str,
     groups = keys.find(query)
     if groups and groups[0][0].needs:
         need = groups[0][0].needs[-1]
-        what = f"this recipe has no {need.family} {' or '.join(need.kinds[:LISTED])}, whose key it is"
+        what = (
+            f"this recipe has no {need.family} {' or '.join(need.kinds[:LISTED])}, whose key it is"
+        )
         return what, f"`xscale explain {query}` says where it may stand."
     if last.name == "kind" and (parts := keys.find_part(query.removesuffix(".kind"))):
-        return f"this recipe has no {keys.family(parts[0][0])} {parts[0][1]}", "`xscale list` shows all parts."
+        return (
+            f"this recipe has no {keys.family(parts[0][0])} {parts[0][1]}",
+            "`xscale list` shows all parts.",
+        )
     # Keys that the words before the last lead to, and which the last may be meant to be.
     present = walk(keys, root_of(keys, data))
-    names = dict.fromkeys(key.key.name for key in present if _anchor(above, list(key.words[:-1])) is not None)
-    close = [".".join([*query.split(".")[:-1], name]) for name in get_close_matches(last.name, names, n=2)]
+    names = dict.fromkeys(
+        key.key.name for key in present if _anchor(above, list(key.words[:-1])) is not None
+    )
+    close = [
+        ".".join([*query.split(".")[:-1], name])
+        for name in get_close_matches(last.name, names, n=2)
+    ]
     close = close or keys.suggest(query)
     return "there is no such config key", f"Did you mean {' or '.join(close)}?" if close else ""

@@ -97,4 +97,6 @@ def _child(
     names = frozenset({key.name, *key.old_names, *([family] if family else [])})
     # A section at its defaults has none of its own.
     is_section = name not in values and not key.has_default
-    return PresentKey((*above.path, name), key, {} if is_section else value, (*words, Word(names)), name in values)
+    return PresentKey(
+        (*above.path, name), key, {} if is_section else value, (*words, Word(names)), name in values
+    )

@@ -14,7 +14,9 @@ def json_schema(root: type[Config], title: str) -> dict[str, Any]:
     families = {family.name: family for family in families_of(root, set())}
     for name, family in sorted(families.items()):
         parts = [_part(family, entry, definitions) for entry in family]
-        definitions[f"family {name}"] = {"anyOf": [{"enum": family.names()}, *parts]} | _renamed(family.aliases)
+        definitions[f"family {name}"] = {"anyOf": [{"enum": family.names()}, *parts]} | _renamed(
+            family.aliases
+        )
     schema = _plain(root, definitions)
     use = {
         "description": "Configs that this one overrides; later ones win.",
@@ -85,7 +87,13 @@ def _refer(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     # The default of a section repeats those of its keys.
-    repeats = isinstance(node.get("default"), dict) and bool(node["default"]) and FAMILY_MARK not in node
+    repeats = (
+        isinstance(node.get("default"), dict) and bool(node["default"]) and FAMILY_MARK not in node
+    )
     dropped = {FAMILY_MARK} | ({"default"} if repeats else set())
     referring = {key: _refer(item) for key, item in node.items() if key not in dropped}
-    return {"$ref": f"#/$defs/family {node[FAMILY_MARK]}", **referring} if FAMILY_MARK in node else referring
+    return (
+        {"$ref": f"#/$defs/family {node[FAMILY_MARK]}", **referring}
+        if FAMILY_MARK in node
+        else referring
+    )

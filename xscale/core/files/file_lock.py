@@ -71,7 +71,11 @@ class FileLock:
             return False
         if not _is_lock(_read(file)):
             raise IrregularFileError(self.path, "a file with other content", "a lock")
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        holder = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        }
         # The lock holds without its text, for which a full disk has no room.
         with contextlib.suppress(OSError):
             file.truncate(0)
@@ -104,15 +108,22 @@ class FileLock:
         try:
             # The system knows the path of an open file. Where another lock lies there, another run has the folder.
             path = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}"))
-            pairs = (os.fstat(self._file.fileno()), path.lstat()), (self._folder, path.parent.stat())
-            is_ours = all(known is not None and os.path.samestat(known, there) for known, there in pairs)
+            pairs = (
+                (os.fstat(self._file.fileno()), path.lstat()),
+                (self._folder, path.parent.stat()),
+            )
+            is_ours = all(
+                known is not None and os.path.samestat(known, there) for known, there in pairs
+            )
         except OSError:
             return None
         return path.parent if is_ours else None
 
     def _folder_in_place(self) -> bool:
         try:
-            return self._folder is not None and os.path.samestat(self._folder, self.path.parent.stat())
+            return self._folder is not None and os.path.samestat(
+                self._folder, self.path.parent.stat()
+            )
         except (FileNotFoundError, NotADirectoryError):
             return False
 
@@ -139,7 +150,10 @@ class FileLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.release()
 

@@ -41,7 +41,9 @@ def check_relative(path: str) -> str:
         try:
             check_name(name)
         except ValueError as error:
-            raise ValueError(f"the path {path!r} leaves its folder or is not a plain name ({error})") from None
+            raise ValueError(
+                f"the path {path!r} leaves its folder or is not a plain name ({error})"
+            ) from None
     return path
 
 
@@ -51,7 +53,9 @@ def open_regular(path: Path, *, follow: bool = True) -> io.BufferedReader:
     Without `follow` a symbolic link is an error too.
     """
     # Without O_NONBLOCK the opening of a FIFO waits for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    descriptor = os.open(
+        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    )
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "this is not a regular file", str(path))
@@ -111,7 +115,9 @@ def _check_depth(content: bytes | str, data: Any) -> None:
         depth += 1
         if depth > JSON_DEPTH:
             raise ValueError("it is nested too deeply")
-        level = [value for item in level for value in (item.values() if isinstance(item, dict) else item)]
+        level = [
+            value for item in level for value in (item.values() if isinstance(item, dict) else item)
+        ]
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -151,9 +157,15 @@ def check_private_folder(path: Path) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise OSError(errno.ENOTDIR, "this is a symbolic link or a file, not a folder", str(path))
     if status.st_uid != os.getuid():
-        raise OSError(errno.EPERM, f"the folder belongs to another user (uid {status.st_uid})", str(path))
+        raise OSError(
+            errno.EPERM, f"the folder belongs to another user (uid {status.st_uid})", str(path)
+        )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise OSError(errno.EPERM, f"others may write into the folder (mode {status.st_mode & 0o777:o})", str(path))
+        raise OSError(
+            errno.EPERM,
+            f"others may write into the folder (mode {status.st_mode & 0o777:o})",
+            str(path),
+        )
 
 
 def remove_file(folder: Path, name: str) -> None:

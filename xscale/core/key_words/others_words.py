@@ -67,16 +67,20 @@ OTHERS_WAYS = {
         "Write parallel.recompute.every=1.",
     ),
     **dict.fromkeys(
-        ("resume", "resume_from_checkpoint", "load"), "The same command resumes its run; run.fresh=true refuses to."
+        ("resume", "resume_from_checkpoint", "load"),
+        "The same command resumes its run; run.fresh=true refuses to.",
     ),
     **dict.fromkeys(
         ("dataset", "dataset_path", "data_path", "data_dir", "train_file", "train_files"),
         "Write 'data.source={kind: text, paths: [FILES]}'; `xscale list source` has other kinds.",
     ),
     **dict.fromkeys(
-        ("warmup_ratio", "lr_warmup_fraction"), "Write schedule.warmup_steps=STEPS, a number of steps of the run."
+        ("warmup_ratio", "lr_warmup_fraction"),
+        "Write schedule.warmup_steps=STEPS, a number of steps of the run.",
     ),
-    **dict.fromkeys(("config", "config_file"), "The config is no option: `xscale train CONFIG key=value`."),
+    **dict.fromkeys(
+        ("config", "config_file"), "The config is no option: `xscale train CONFIG key=value`."
+    ),
     "block_size": "Did you mean 'data.sequence_length'?",
     "layers": "Did you mean 'model.stack.depth'?",
     "tp": "Did you mean 'parallel.mesh.tp'?",

@@ -28,14 +28,18 @@ def rename_old_keys(schema: Any, data: Any, origin: dict[str, str]) -> Any:
     return renamed
 
 
-def _in_schema(schema: Any, data: Any, path: str, origin: dict[str, str], messages: list[str]) -> Any:
+def _in_schema(
+    schema: Any, data: Any, path: str, origin: dict[str, str], messages: list[str]
+) -> Any:
     if not isinstance(data, dict):
         return data
     result: dict[str, Any] = {}
     for key, value in data.items():
         new = str(schema.renamed.get(key, key))
         if new != key:
-            messages.append(f"{path}{key} is now called {path}{new}; the old name will be refused in the next version")
+            messages.append(
+                f"{path}{key} is now called {path}{new}; the old name will be refused in the next version"
+            )
             if new in data and not _is_later(f"{path}{key}", f"{path}{new}", origin):
                 for known in _paths_below(origin, f"{path}{key}"):
                     del origin[known]
@@ -53,7 +57,14 @@ def _in_schema(schema: Any, data: Any, path: str, origin: dict[str, str], messag
     return result
 
 
-def _fold(schema: Any, data: dict[str, Any], old: str, path: str, origin: dict[str, str], messages: list[str]) -> None:
+def _fold(
+    schema: Any,
+    data: dict[str, Any],
+    old: str,
+    path: str,
+    origin: dict[str, str],
+    messages: list[str],
+) -> None:
     """Put the value of an old key into the key of which it is a part now; where they contradict, the later counts."""
     new, fold = schema.folded[old]
     value = data.pop(old)
@@ -63,7 +74,9 @@ def _fold(schema: Any, data: dict[str, Any], old: str, path: str, origin: dict[s
     elif _is_later(f"{path}{old}", f"{path}{new}", origin):
         data[new] = value
     instead = f"{path}{new}={json.dumps(data[new])}".replace('"', "")
-    messages.append(f"{path}{old} is now {instead}; the old name will be refused in the next version")
+    messages.append(
+        f"{path}{old} is now {instead}; the old name will be refused in the next version"
+    )
     for known in _paths_below(origin, f"{path}{old}"):
         origin.setdefault(f"{path}{new}", origin.pop(known))
 
@@ -72,13 +85,18 @@ def _fold(schema: Any, data: dict[str, Any], old: str, path: str, origin: dict[s
 def _targets(schema: Any, key: str) -> tuple[Any, ...]:
     """The config classes and slots that a field may hold."""
     field = schema.model_fields[key]
-    return tuple(item for item in (*field.metadata, *_annotations(field.annotation)) if _is_target(item))
+    return tuple(
+        item for item in (*field.metadata, *_annotations(field.annotation)) if _is_target(item)
+    )
 
 
-def _in_value(targets: tuple[Any, ...], value: Any, path: str, origin: dict[str, str], messages: list[str]) -> Any:
+def _in_value(
+    targets: tuple[Any, ...], value: Any, path: str, origin: dict[str, str], messages: list[str]
+) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(
-            _in_value(targets, item, f"{path}.{number}", origin, messages) for number, item in enumerate(value)
+            _in_value(targets, item, f"{path}.{number}", origin, messages)
+            for number, item in enumerate(value)
         )
     for target in targets:
         family = getattr(target, "family", None)
@@ -89,7 +107,9 @@ def _in_value(targets: tuple[Any, ...], value: Any, path: str, origin: dict[str,
     return value
 
 
-def _in_slot(family: Any, value: Any, path: str, origin: dict[str, str], messages: list[str]) -> Any:
+def _in_slot(
+    family: Any, value: Any, path: str, origin: dict[str, str], messages: list[str]
+) -> Any:
     kind = value.get("kind") if isinstance(value, dict) else value
     if not isinstance(kind, str):
         return value
@@ -101,7 +121,10 @@ def _in_slot(family: Any, value: Any, path: str, origin: dict[str, str], message
         value = {**value, "kind": new} if isinstance(value, dict) else new
     if isinstance(value, dict) and new in family:
         fields = {key: item for key, item in value.items() if key != "kind"}
-        return {"kind": new, **_in_schema(family.get(new).part.Config, fields, f"{path}.", origin, messages)}
+        return {
+            "kind": new,
+            **_in_schema(family.get(new).part.Config, fields, f"{path}.", origin, messages),
+        }
     return value
 
 

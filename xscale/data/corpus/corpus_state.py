@@ -24,7 +24,11 @@ class CorpusState:
     def is_of(self, ranges: Iterable[ByteRange]) -> bool:
         """Whether files of these names, whose sizes are the same, have the content of this state."""
         files = _files(ranges)
-        return self == CorpusState() or stamp_of(files) == self.stamp or content_of(files) == self.content
+        return (
+            self == CorpusState()
+            or stamp_of(files) == self.stamp
+            or content_of(files) == self.content
+        )
 
 
 def state_of(ranges: Iterable[ByteRange]) -> CorpusState:
@@ -34,7 +38,11 @@ def state_of(ranges: Iterable[ByteRange]) -> CorpusState:
 
 
 def _files(ranges: Iterable[ByteRange]) -> list[str]:
-    return [file for file in dict.fromkeys(part.file for part in ranges) if not file.startswith(STREAMED)]
+    return [
+        file
+        for file in dict.fromkeys(part.file for part in ranges)
+        if not file.startswith(STREAMED)
+    ]
 
 
 def stamp_of(files: Iterable[str]) -> str:

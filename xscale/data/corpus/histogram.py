@@ -15,7 +15,9 @@ def length_rows(lengths: NDArray[Any]) -> list[tuple[int, int, int]]:
     # The exponent of `frexp` is the number of bits: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7.
     counts = np.bincount(np.frexp(lengths)[1])
     first = int(np.flatnonzero(counts)[0])
-    return [(2**bits // 2, max(0, 2**bits - 1), int(counts[bits])) for bits in range(first, len(counts))]
+    return [
+        (2**bits // 2, max(0, 2**bits - 1), int(counts[bits])) for bits in range(first, len(counts))
+    ]
 
 
 def bars(rows: list[tuple[int, int, int]]) -> list[str]:

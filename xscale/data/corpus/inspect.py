@@ -29,7 +29,9 @@ def inspect(config: DataConfig, documents: int = 5) -> str:
         lines.append(f"source      {source}")
         if prepared.manifest.read_files:
             said = left_out_sentence(prepared.manifest.left_out)
-            lines.append(f"files       {prepared.manifest.read_files:,}" + (f"; {said}" if said else ""))
+            lines.append(
+                f"files       {prepared.manifest.read_files:,}" + (f"; {said}" if said else "")
+            )
         if skipped := prepared.manifest.skipped:
             lines.append(f"skipped     {skipped['documents']} documents: {skipped['reasons']}")
     for split in (prepared.train, prepared.validation):
@@ -45,16 +47,22 @@ def inspect(config: DataConfig, documents: int = 5) -> str:
 def _split(prepared: PreparedData, split: Split) -> list[str]:
     tokens = len(split.tokens)
     manifest = prepared.manifest
-    size = split.bytes(prepared.tokenizer) if manifest is None else manifest.counts[split.name].bytes
+    size = (
+        split.bytes(prepared.tokenizer) if manifest is None else manifest.counts[split.name].bytes
+    )
     rate = f"{size / tokens:.2f} bytes per token" if tokens else "empty"
-    return [f"{split.name:<12}{split.documents:,} documents, {tokens:,} tokens, {size:,} bytes, {rate}"]
+    return [
+        f"{split.name:<12}{split.documents:,} documents, {tokens:,} tokens, {size:,} bytes, {rate}"
+    ]
 
 
 def _lengths(lengths: NDArray[np.int64]) -> list[str]:
     """Histogram of document lengths and their summary; nothing without documents."""
     if len(lengths) == 0:
         return []
-    summary = f"median {np.median(lengths):,.0f}, mean {lengths.mean():,.0f}, longest {lengths.max():,}"
+    summary = (
+        f"median {np.median(lengths):,.0f}, mean {lengths.mean():,.0f}, longest {lengths.max():,}"
+    )
     return [*bars(length_rows(lengths)), summary]
 
 
@@ -69,9 +77,16 @@ def _document(prepared: PreparedData, index: int) -> list[str]:
     if prepared.labels is not None:
         assert split.labels is not None
         text += f"\n=> {_label(decode_labels(split.labels.document(number), prepared.labels), prepared.labels)}"
-    more = f" ... ({len(text) - EXCERPT_CHARACTERS:,} characters more)" if len(text) > EXCERPT_CHARACTERS else ""
+    more = (
+        f" ... ({len(text) - EXCERPT_CHARACTERS:,} characters more)"
+        if len(text) > EXCERPT_CHARACTERS
+        else ""
+    )
     pieces = " ".join(repr(tokenizer.piece(token)) for token in tokens[:12])
-    return [f"--- document {index}: {len(tokens):,} tokens, first {pieces}", text[:EXCERPT_CHARACTERS] + more]
+    return [
+        f"--- document {index}: {len(tokens):,} tokens, first {pieces}",
+        text[:EXCERPT_CHARACTERS] + more,
+    ]
 
 
 def _label(values: NDArray[Any], labels: Labels) -> str:

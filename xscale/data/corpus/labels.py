@@ -33,12 +33,18 @@ def encode_labelled(document: Document, tokenizer: Tokenizer) -> tuple[list[list
     """
     if not isinstance(document.label, tuple):
         assert document.label is not None, f"{document.name} has no label"
-        label = np.float64(document.label).view(np.int64) if isinstance(document.label, float) else document.label
+        label = (
+            np.float64(document.label).view(np.int64)
+            if isinstance(document.label, float)
+            else document.label
+        )
         texts = [document.text] if document.second is None else [document.text, document.second]
         return [[*tokenizer.encode(text), tokenizer.eos] for text in texts], [int(label)]
     tokens: list[int] = []
     tags: list[int] = []
-    for number, (word, tag) in enumerate(zip(document.text.split(" "), document.label, strict=True)):
+    for number, (word, tag) in enumerate(
+        zip(document.text.split(" "), document.label, strict=True)
+    ):
         pieces = tokenizer.encode(word if number == 0 else f" {word}")
         tokens += pieces
         tags += [tag, *[NO_TAG] * (len(pieces) - 1)][: len(pieces)]

@@ -20,7 +20,13 @@ from xscale.core.files.file_safety import remove_empty_folder, remove_file, remo
 from xscale.data.config import DataConfig
 from xscale.data.corpus.corpus_state import CorpusState
 from xscale.data.corpus.open_blend import open_blend
-from xscale.data.corpus.prepared import MANIFEST, PreparedData, open_prepared, open_tokenizer, prepared_folder
+from xscale.data.corpus.prepared import (
+    MANIFEST,
+    PreparedData,
+    open_prepared,
+    open_tokenizer,
+    prepared_folder,
+)
 from xscale.data.corpus.shards import (
     corpus_hash,
     merge_shards,
@@ -39,7 +45,11 @@ from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer
 
 
 def prepare(
-    config: DataConfig, *, processes: int | None = None, progress: bool = True, tokenizer: Tokenizer | None = None
+    config: DataConfig,
+    *,
+    processes: int | None = None,
+    progress: bool = True,
+    tokenizer: Tokenizer | None = None,
 ) -> PreparedData:
     """Tokenise the config's source unless that is done already, and open the result.
 
@@ -86,12 +96,18 @@ def _tokenise(
     tokenizer: Tokenizer | None,
 ) -> None:
     begin_folder(config, progress, tokenizer)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     processes = processes or config.workers or cores
     total = sum(byte_range.size for ranges in shards for byte_range in ranges)
-    with ProgressBar(f"tokenising with {counted(processes, 'process')}", total, shown=progress) as bar:
+    with ProgressBar(
+        f"tokenising with {counted(processes, 'process')}", total, shown=progress
+    ) as bar:
         for size in parallel_map(
-            prepare_shard, [(config, number, ranges) for number, ranges in enumerate(shards)], processes
+            prepare_shard,
+            [(config, number, ranges) for number, ranges in enumerate(shards)],
+            processes,
         ):
             bar.advance(size)
     finish_folder(config, progress)
@@ -195,7 +211,11 @@ def folder_lock(folder: Path, progress: bool) -> Iterator[None]:
             except LockedError as error:
                 if progress:
                     holder = str(error) or "another process"
-                    print(f"waiting for {holder}, which prepares {folder}", file=sys.stderr, flush=True)
+                    print(
+                        f"waiting for {holder}, which prepares {folder}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 lock.acquire(math.inf)
         try:
             yield

@@ -81,10 +81,14 @@ class DatasetManifest:
             return manifest
         except OSError as error:
             what = f"there is no prepared data here: {error.strerror}"
-            raise ConfigError(str(file), what, "Run `xscale data prepare` with the same config.") from None
+            raise ConfigError(
+                str(file), what, "Run `xscale data prepare` with the same config."
+            ) from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"the manifest is damaged ({reason(error)})"
-            raise ConfigError(str(file), what, "Remove its folder and prepare the data again.") from None
+            raise ConfigError(
+                str(file), what, "Remove its folder and prepare the data again."
+            ) from None
 
 
 def _check_types(manifest: DatasetManifest) -> None:
@@ -116,9 +120,14 @@ def _check_types(manifest: DatasetManifest) -> None:
     if not {"train"} <= manifest.counts.keys() <= {"train", "validation"}:
         raise ValueError(f"its splits are {', '.join(manifest.counts) or 'none'}")
     for name, counts in manifest.counts.items():
-        if not all(type(count) is int and count >= 0 for count in (counts.documents, counts.tokens, counts.bytes)):
+        if not all(
+            type(count) is int and count >= 0
+            for count in (counts.documents, counts.tokens, counts.bytes)
+        ):
             raise ValueError(f"the counts of {name} are none")
-    if manifest.unknown is not None and not 0 <= manifest.unknown <= sum(c.tokens for c in manifest.counts.values()):
+    if manifest.unknown is not None and not 0 <= manifest.unknown <= sum(
+        c.tokens for c in manifest.counts.values()
+    ):
         raise ValueError(f"its unknown tokens are {manifest.unknown}")
     if manifest.labels:
         labels_of_manifest(manifest)
@@ -127,13 +136,22 @@ def _check_types(manifest: DatasetManifest) -> None:
 
 def _check_corpus(manifest: DatasetManifest) -> None:
     """Raise ValueError, with a clause, unless what is said of the corpus is what `save` writes."""
-    if manifest.state and (manifest.state.keys() != {"stamp", "content"} or not _are_text([*manifest.state.values()])):
+    if manifest.state and (
+        manifest.state.keys() != {"stamp", "content"} or not _are_text([*manifest.state.values()])
+    ):
         raise ValueError("the state of its corpus is none")
     for entry in manifest.left_out.values():
-        if not (isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int and _are_text(entry[1])):
+        if not (
+            isinstance(entry, list)
+            and len(entry) == 2
+            and type(entry[0]) is int
+            and _are_text(entry[1])
+        ):
             raise ValueError("the files that were left out are none")
     if skipped := manifest.skipped:
-        documents, reasons, places = (skipped.get(name) for name in ("documents", "reasons", "first"))
+        documents, reasons, places = (
+            skipped.get(name) for name in ("documents", "reasons", "first")
+        )
         if type(documents) is not int or not isinstance(reasons, dict) or not _are_text(places):
             raise ValueError("the documents that were skipped are none")
 
@@ -148,7 +166,12 @@ def labels_of_manifest(manifest: DatasetManifest) -> Labels | None:
         return None
     kind, names, pairs = (manifest.labels.get(key) for key in ("kind", "names", "pairs"))
     are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if kind not in ("class", "score", "tags") or not are_names or type(pairs) is not bool or len(manifest.labels) != 3:
+    if (
+        kind not in ("class", "score", "tags")
+        or not are_names
+        or type(pairs) is not bool
+        or len(manifest.labels) != 3
+    ):
         raise ValueError("its labels are none")
     return Labels(kind, tuple(names or ()), pairs)
 
@@ -181,7 +204,9 @@ class Split:
     def pair_lengths(self) -> NDArray[np.int64]:
         """Tokens of the source and of the target of each document of pairs, [documents, 2]."""
         first, stop = self.indexed.bounds[[self.first, self.stop]]
-        lengths: NDArray[np.int64] = np.diff(self.indexed.sequence_starts[first : stop + 1]).reshape(-1, 2)
+        lengths: NDArray[np.int64] = np.diff(
+            self.indexed.sequence_starts[first : stop + 1]
+        ).reshape(-1, 2)
         return lengths
 
     @property
@@ -198,7 +223,10 @@ class Split:
         """Yield the UTF-8 text of the target of each document of pairs."""
         table, indexed = tokenizer.token_bytes(), self.indexed
         for index in range(self.first, self.stop):
-            first, stop = indexed.sequence_starts[indexed.bounds[index] + 1], indexed.starts[index + 1]
+            first, stop = (
+                indexed.sequence_starts[indexed.bounds[index] + 1],
+                indexed.starts[index + 1],
+            )
             yield b"".join(map(table.__getitem__, indexed.tokens[first:stop].tolist()))
 
     def bytes(self, tokenizer: Tokenizer) -> int:
@@ -206,7 +234,9 @@ class Split:
         lengths = tokenizer.byte_lengths()
         block = 1 << 24
         tokens = self.tokens
-        return sum(int(lengths[tokens[at : at + block]].sum()) for at in range(0, len(tokens), block))
+        return sum(
+            int(lengths[tokens[at : at + block]].sum()) for at in range(0, len(tokens), block)
+        )
 
 
 @dataclass(frozen=True)
@@ -265,7 +295,10 @@ def begin_differs(tokenizer: Tokenizer, fingerprint: str) -> tuple[str, str] | N
         return None
     begin = " ".join(map(tokenizer.piece, tokenizer.prefix))
     what = f"the documents were written without {begin} before each, and the tokenizer begins a text with it"
-    return what, "To go on without it set data.tokenizer.add_bos=false; else prepare the data in another folder."
+    return (
+        what,
+        "To go on without it set data.tokenizer.add_bos=false; else prepare the data in another folder.",
+    )
 
 
 def open_prepared(config: DataConfig) -> PreparedData:
@@ -284,14 +317,20 @@ def open_prepared_at(config: DataConfig, path: Path) -> PreparedData:
     manifest = DatasetManifest.load(path / MANIFEST)
     if (kind := manifest.tokenizer.get("kind")) != config.tokenizer.kind:
         what = f"the data was written with the tokenizer '{kind}', not '{config.tokenizer.kind}'"
-        raise ConfigError(str(path / MANIFEST), what, "Set data.tokenizer to that kind, or prepare the data again.")
+        raise ConfigError(
+            str(path / MANIFEST),
+            what,
+            "Set data.tokenizer to that kind, or prepare the data again.",
+        )
     tokenizer: Tokenizer = TOKENIZERS.build(config.tokenizer, path)
     if tokenizer.fingerprint != manifest.fingerprint:
         if (begin := begin_differs(tokenizer, manifest.fingerprint)) is not None:
             raise ConfigError(str(path / MANIFEST), *begin)
         what = f"the data was written with another tokenizer ({kind} {manifest.fingerprint})"
         fix = f"The config's is {config.tokenizer.kind} {tokenizer.fingerprint}: choose the one of the manifest, "
-        raise ConfigError(str(path / MANIFEST), what, fix + "or prepare the data again in another folder.")
+        raise ConfigError(
+            str(path / MANIFEST), what, fix + "or prepare the data again in another folder."
+        )
     splits: dict[str, Split] = {}
     for name, counts in manifest.counts.items():
         indexed = IndexedDataset(path / name)
@@ -312,30 +351,42 @@ def _are_pairs(indexed: IndexedDataset) -> bool:
     """Whether the documents are two sequences each; of a large index where it is checked at all."""
     bounds = indexed.bounds
     return all(
-        np.array_equal(bounds[part], 2 * np.arange(part.start, part.stop)) for part in checked_windows(len(bounds))
+        np.array_equal(bounds[part], 2 * np.arange(part.start, part.stop))
+        for part in checked_windows(len(bounds))
     )
 
 
-def _open_labels(path: Path, name: str, indexed: IndexedDataset, manifest: DatasetManifest) -> IndexedDataset | None:
+def _open_labels(
+    path: Path, name: str, indexed: IndexedDataset, manifest: DatasetManifest
+) -> IndexedDataset | None:
     """Open the labels of a split; None: the data has none. ConfigError where they are not those of its documents."""
     labels = labels_of_manifest(manifest)
     if labels is None:
         return None
     column = IndexedDataset(path / f"{name}{LABELS}")
-    lengths = np.diff(indexed.starts) if labels.kind == "tags" else np.ones(len(indexed), dtype=np.int64)
+    lengths = (
+        np.diff(indexed.starts) if labels.kind == "tags" else np.ones(len(indexed), dtype=np.int64)
+    )
     sequences = np.diff(indexed.bounds)
-    if not np.array_equal(np.diff(column.starts), lengths) or not (sequences == 1 + labels.pairs).all():
+    if (
+        not np.array_equal(np.diff(column.starts), lengths)
+        or not (sequences == 1 + labels.pairs).all()
+    ):
         what = "its labels are not those of the examples, as the manifest says"
         raise ConfigError(str(column.idx), what, f"Remove {path} and prepare the data again.")
     values = decode_labels(column.tokens, labels)
-    is_class = (values >= 0) & (values < len(labels.names)) | ((values == NO_TAG) & (labels.kind == "tags"))
+    is_class = (values >= 0) & (values < len(labels.names)) | (
+        (values == NO_TAG) & (labels.kind == "tags")
+    )
     if labels.kind != "score" and not is_class.all():
         what = f"it has a label that is none of the {len(labels.names)} classes of the manifest"
         raise ConfigError(str(column.bin), what, f"Remove {path} and prepare the data again.")
     return column
 
 
-def check_sampled_ids(indexed: IndexedDataset, vocabulary: int, blocks: int = 64, length: int = 4096) -> None:
+def check_sampled_ids(
+    indexed: IndexedDataset, vocabulary: int, blocks: int = 64, length: int = 4096
+) -> None:
     """Raise ConfigError where one of `blocks` evenly spaced blocks of `length` tokens has an id of no token.
 
     It finds data of another tokenizer before a run starts, in milliseconds; `verify.verify` reads all tokens.
@@ -352,7 +403,9 @@ def check_ids(indexed: IndexedDataset, vocabulary: int, start: int, stop: int) -
     if largest >= vocabulary or least < 0:
         bad = largest if largest >= vocabulary else least
         what = f"the data contains token {bad}, but the tokenizer's vocabulary is {vocabulary}"
-        raise ConfigError(str(indexed.bin), what, "Use the tokenizer with which the data was written.")
+        raise ConfigError(
+            str(indexed.bin), what, "Use the tokenizer with which the data was written."
+        )
     return largest
 
 
@@ -366,7 +419,9 @@ def _open_pair(config: DataConfig, prefix: Path) -> PreparedData:
         held_out = 1
     if len(indexed) - held_out < 1:
         what = f"{len(indexed)} documents cannot be split into train and validation"
-        raise ConfigError(str(indexed.idx), what, "Set data.validation to 0, or give data of more documents.")
+        raise ConfigError(
+            str(indexed.idx), what, "Set data.validation to 0, or give data of more documents."
+        )
     train = len(indexed) - held_out
     validation = Split("validation", indexed, train, len(indexed)) if held_out else None
     return PreparedData(prefix, tokenizer, Split("train", indexed, 0, train), validation, None)

@@ -16,7 +16,13 @@ from xscale.core.files.file_safety import decode_json, read_regular, remove_file
 from xscale.data.config import DataConfig
 from xscale.data.corpus.corpus_state import CorpusState, state_of
 from xscale.data.corpus.labels import LABELS, encode_labelled, label_type
-from xscale.data.corpus.prepared import MANIFEST, Counts, DatasetManifest, open_tokenizer, prepared_folder
+from xscale.data.corpus.prepared import (
+    MANIFEST,
+    Counts,
+    DatasetManifest,
+    open_tokenizer,
+    prepared_folder,
+)
 from xscale.data.corpus.split_sentences import split_sentences
 from xscale.data.indexed import IndexedDataset, IndexedWriter, token_type
 from xscale.data.source.files import line_at
@@ -68,7 +74,9 @@ class ShardSummary:
             least = LowestHash(**data["least"]) if data["least"] else None
             state = CorpusState(**data.get("state", {}))
             unknown = None if data.get("unknown") is None else int(data["unknown"])
-            shard = ShardSummary(data["key"], counts, least, SkippedDocuments(**data["skipped"]), state, unknown)
+            shard = ShardSummary(
+                data["key"], counts, least, SkippedDocuments(**data["skipped"]), state, unknown
+            )
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
         return shard if shard.key == key and shard.state.is_of(ranges) else None
@@ -84,7 +92,9 @@ def plan_shards(config: DataConfig, source: Source | None = None) -> list[list[B
     """Return the byte ranges of each shard, in order; `source`: one that then has the files that are left out."""
     source = SOURCES.build(config.source) if source is None else source
     ranges = source.byte_ranges()
-    size = min(MAX_SHARD_BYTES, max(MIN_SHARD_BYTES, sum(part.size for part in ranges) // TARGET_SHARDS))
+    size = min(
+        MAX_SHARD_BYTES, max(MIN_SHARD_BYTES, sum(part.size for part in ranges) // TARGET_SHARDS)
+    )
     shards: list[list[ByteRange]] = [[]]
     used = 0
     for part in ranges:
@@ -144,7 +154,9 @@ def prepare_shard(config: DataConfig, shard: int, ranges: list[ByteRange] | None
     state = state_of(ranges)
     files = [("", token_type(tokenizer.vocabulary), sequences_of(config)), *columns_of(config)]
     writers = {
-        f"{name}{suffix}": IndexedWriter(prefix.with_name(f"{prefix.name}.{name}{suffix}"), dtype, sequences)
+        f"{name}{suffix}": IndexedWriter(
+            prefix.with_name(f"{prefix.name}.{name}{suffix}"), dtype, sequences
+        )
         for name in SPLITS
         for suffix, dtype, sequences in files
     }
@@ -157,12 +169,17 @@ def prepare_shard(config: DataConfig, shard: int, ranges: list[ByteRange] | None
             writer.discard()
         raise
     with reporting_full_disk(done):
-        write_atomically(done, json.dumps(asdict(ShardSummary(key, counts, least, skipped, state, unknown))))
+        write_atomically(
+            done, json.dumps(asdict(ShardSummary(key, counts, least, skipped, state, unknown)))
+        )
     return size
 
 
 def _tokenise(
-    config: DataConfig, tokenizer: Tokenizer, ranges: list[ByteRange], writers: dict[str, IndexedWriter]
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    ranges: list[ByteRange],
+    writers: dict[str, IndexedWriter],
 ) -> tuple[dict[str, Counts], LowestHash | None, SkippedDocuments, int | None]:
     source: Source = SOURCES.build(config.source)
     below = validation_below(config.validation)
@@ -173,13 +190,19 @@ def _tokenise(
         for document in source.read(byte_range):
             rank = document.split_hash
             name = "validation" if rank < below else "train"
-            texts = [text for text in (document.text, document.target, document.second) if text is not None]
+            texts = [
+                text
+                for text in (document.text, document.target, document.second)
+                if text is not None
+            ]
             if document.label is not None:
                 sequences, labels = encode_labelled(document, tokenizer)
                 writers[f"{name}{LABELS}"].add(labels)
             elif config.split_sentences and document.target is None:
                 # An objective writes its own tokens before and between sentences.
-                sequences = [tokenizer.encode(sentence) for sentence in split_sentences(document.text)]
+                sequences = [
+                    tokenizer.encode(sentence) for sentence in split_sentences(document.text)
+                ]
                 sequences[-1].append(tokenizer.eos)
             else:
                 sequences = [tokenizer.encode_document(text) for text in texts]
@@ -209,7 +232,11 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
         shard = ShardSummary.load(file, shard_key(tokenizer, ranges), ranges)
         if shard is None:
             what = "this shard is not finished, or the corpus changed meanwhile"
-            raise ConfigError(str(file), what, "Run `xscale data prepare` again: it resumes from the finished shards.")
+            raise ConfigError(
+                str(file),
+                what,
+                "Run `xscale data prepare` again: it resumes from the finished shards.",
+            )
         shards.append(shard)
     skipped = _check_skipped(config, shards)
     moved = _moved_document(config, shards)
@@ -225,7 +252,9 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
             try:
                 _join(config, writer, name, suffix, len(shards), moved)
                 if not suffix:
-                    counts[name] = Counts(writer.documents, writer.tokens, _bytes(shards, name, moved))
+                    counts[name] = Counts(
+                        writer.documents, writer.tokens, _bytes(shards, name, moved)
+                    )
                 hashes |= writer.finish()
             except BaseException:
                 writer.discard()
@@ -257,7 +286,11 @@ def merge_shards(config: DataConfig) -> DatasetManifest:
 def unknown_sentence(manifest: DatasetManifest) -> str:
     """Say which share of the tokens is unknown; empty where that is not known."""
     tokens = sum(counts.tokens for counts in manifest.counts.values())
-    return "" if manifest.unknown is None or not tokens else f"unknown tokens: {100 * manifest.unknown / tokens:.3g} %"
+    return (
+        ""
+        if manifest.unknown is None or not tokens
+        else f"unknown tokens: {100 * manifest.unknown / tokens:.3g} %"
+    )
 
 
 def _sum_of_known(counts: Sequence[int | None]) -> int | None:
@@ -285,12 +318,19 @@ def check_skipped(source: Source.Config, skipped: SkippedDocuments, read: int) -
     entry = {
         "documents": skipped.count,
         "reasons": dict(sorted(skipped.reasons.items())),
-        "first": [f"{file}:{line_at(file, offset)}: {reason}" for file, offset, reason in skipped.first],
+        "first": [
+            f"{file}:{line_at(file, offset)}: {reason}" for file, offset, reason in skipped.first
+        ],
     }
-    fraction, limit = skipped.count / (read + skipped.count), getattr(source, "max_bad_fraction", 1.0)
+    fraction, limit = (
+        skipped.count / (read + skipped.count),
+        getattr(source, "max_bad_fraction", 1.0),
+    )
     if fraction > limit:
         what = f"{skipped_sentence(entry)}. That is {fraction:.2%} of them, more than max_bad_fraction={limit:g} allows"
-        raise ConfigError("data.source.bad", what, "Mend the corpus, or raise data.source.max_bad_fraction.")
+        raise ConfigError(
+            "data.source.bad", what, "Mend the corpus, or raise data.source.max_bad_fraction."
+        )
     return entry
 
 
@@ -300,13 +340,17 @@ def skipped_sentence(entry: dict[str, Any]) -> str:
     return f"{entry['documents']} documents are bad and were skipped ({reasons}); first: {'; '.join(entry['first'])}"
 
 
-def _moved_document(config: DataConfig, shards: list[ShardSummary]) -> tuple[int, LowestHash] | None:
+def _moved_document(
+    config: DataConfig, shards: list[ShardSummary]
+) -> tuple[int, LowestHash] | None:
     """(shard, document) that moves from train to validation because the validation split is empty."""
     train = sum(shard.counts["train"].documents for shard in shards)
     validation = sum(shard.counts["validation"].documents for shard in shards)
     path = "data.source"
     if train + validation == 0:
-        raise ConfigError(path, "the corpus has no text: every document is blank", "Name files that contain text.")
+        raise ConfigError(
+            path, "the corpus has no text: every document is blank", "Name files that contain text."
+        )
     if train == 0 or (train == 1 and validation == 0 and config.validation):
         what = f"{train + validation} document(s) cannot be split into train and validation"
         fix = "Give more documents, split them finer (data.source.document: paragraph), or set data.validation to 0."
@@ -343,10 +387,14 @@ def _join(
         first, stop = (int(train.bounds[at]) for at in (index, index + 1))
         if name == "validation":
             moved_lengths = np.diff(train.sequence_starts[first : stop + 1]).astype(np.int32)
-            writer.extend(train.document(index), moved_lengths, np.diff(train.bounds)[index : index + 1])
+            writer.extend(
+                train.document(index), moved_lengths, np.diff(train.bounds)[index : index + 1]
+            )
         else:
             writer.extend(train.tokens[: train.starts[index]], lengths[:first], counts[:index])
-            writer.extend(train.tokens[train.starts[index + 1] :], lengths[stop:], counts[index + 1 :])
+            writer.extend(
+                train.tokens[train.starts[index + 1] :], lengths[stop:], counts[index + 1 :]
+            )
 
 
 def _bytes(shards: list[ShardSummary], name: str, moved: tuple[int, LowestHash] | None) -> int:

@@ -154,8 +154,12 @@ def split_statistics(
         most_frequent=_most_frequent(counted.counts, tokens, tokenizer),
         duplicates=duplicates,
         duplicate_share=ratio(duplicates, documents),
-        repeated_from_train=None if train is None else int(np.isin(counted.hashes, train.hashes).sum()),
-        unknown=ratio(int(counted.counts[tokenizer.unk]), tokens) if tokenizer is not None and has_unknown else None,
+        repeated_from_train=None
+        if train is None
+        else int(np.isin(counted.hashes, train.hashes).sum()),
+        unknown=ratio(int(counted.counts[tokenizer.unk]), tokens)
+        if tokenizer is not None and has_unknown
+        else None,
     )
 
 
@@ -173,10 +177,14 @@ def _tokens_per_document(lengths: NDArray[Any]) -> TokensPerDocument | None:
     if len(lengths) == 0:
         return None
     p90, p99 = np.percentile(lengths, [90, 99], method="inverted_cdf").tolist()
-    return TokensPerDocument(float(lengths.mean()), float(np.median(lengths)), int(p90), int(p99), int(lengths.max()))
+    return TokensPerDocument(
+        float(lengths.mean()), float(np.median(lengths)), int(p90), int(p99), int(lengths.max())
+    )
 
 
-def _most_frequent(counts: NDArray[np.int64], tokens: int, tokenizer: Tokenizer | None) -> list[TokenFrequency]:
+def _most_frequent(
+    counts: NDArray[np.int64], tokens: int, tokenizer: Tokenizer | None
+) -> list[TokenFrequency]:
     """List the most frequent tokens, the most frequent first, and of equally frequent ones that of the smallest id."""
     order = np.argsort(-counts, kind="stable")[:MOST_FREQUENT]
     table = None if tokenizer is None else tokenizer.token_bytes()

@@ -28,7 +28,10 @@ def store_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
         "fingerprint": tokenizer.fingerprint,
         "vocabulary": tokenizer.vocabulary,
     }
-    if kind_of(folder / DESCRIPTION) is not None and _description(folder).get("fingerprint") == tokenizer.fingerprint:
+    if (
+        kind_of(folder / DESCRIPTION) is not None
+        and _description(folder).get("fingerprint") == tokenizer.fingerprint
+    ):
         return
     make_run_folder(run, FOLDER)
     tokenizer.save(folder)
@@ -52,10 +55,15 @@ def open_stored_tokenizer(run: Path) -> Tokenizer | None:
     description = _description(folder)
     fix = "Copy the folder again from where the run was trained."
     try:
-        section, fingerprint = {"add_bos": False, **description["tokenizer"]}, description["fingerprint"]
+        section, fingerprint = (
+            {"add_bos": False, **description["tokenizer"]},
+            description["fingerprint"],
+        )
         config = decode(DataConfig, {"tokenizer": section}).tokenizer
     except (KeyError, TypeError, ConfigError):
-        raise ConfigError(str(folder / DESCRIPTION), "this is not the description of a tokenizer", fix) from None
+        raise ConfigError(
+            str(folder / DESCRIPTION), "this is not the description of a tokenizer", fix
+        ) from None
     part = TOKENIZERS.of(config).part
     tokenizer: Tokenizer = part(part.in_folder(config, folder), folder)
     require_fingerprint(tokenizer, fingerprint, folder, "the folder's description says", fix)
@@ -70,7 +78,11 @@ def open_run_tokenizer(run: Path, config: DataConfig, fingerprint: str | None) -
     """
     stored = open_stored_tokenizer(run)
     tokenizer = _configured_tokenizer(run, config) if stored is None else stored
-    if stored is None and fingerprint is not None and begin_differs(tokenizer, fingerprint) is not None:
+    if (
+        stored is None
+        and fingerprint is not None
+        and begin_differs(tokenizer, fingerprint) is not None
+    ):
         part = tokenizer.config.model_copy(update={"add_bos": False})
         tokenizer = _configured_tokenizer(run, config.model_copy(update={"tokenizer": part}))
     where = getattr(tokenizer, "file", None) or run / FOLDER
@@ -92,11 +104,16 @@ def _configured_tokenizer(run: Path, config: DataConfig) -> Tokenizer:
         raise ConfigError(str(run), what, fix) from None
 
 
-def require_fingerprint(tokenizer: Tokenizer, fingerprint: str | None, where: Path, whose: str, fix: str) -> None:
+def require_fingerprint(
+    tokenizer: Tokenizer, fingerprint: str | None, where: Path, whose: str, fix: str
+) -> None:
     """Raise ConfigError when the tokenizer is not the one with `fingerprint`, if that is known."""
     if fingerprint is None or fingerprint == tokenizer.fingerprint:
         return
-    if isinstance(fingerprint, str) and (begin := begin_differs(tokenizer, fingerprint)) is not None:
+    if (
+        isinstance(fingerprint, str)
+        and (begin := begin_differs(tokenizer, fingerprint)) is not None
+    ):
         raise ConfigError(str(where), *begin)
     what = f"this tokenizer has the fingerprint {tokenizer.fingerprint}, and {whose} {fingerprint}"
     raise ConfigError(str(where), what, fix)

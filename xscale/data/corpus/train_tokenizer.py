@@ -32,7 +32,9 @@ def train_tokenizer(config: DataConfig, *, progress: bool = True) -> Tokenizer:
             if size <= IN_PROCESS_SIZE:
                 part.train(config.tokenizer, texts, folder)
             else:
-                run_in_process(part.train, (config.tokenizer, texts, folder), lambda: bar.advance(0))
+                run_in_process(
+                    part.train, (config.tokenizer, texts, folder), lambda: bar.advance(0)
+                )
     tokenizer: Tokenizer = part(config.tokenizer, folder)
     return tokenizer
 
@@ -44,7 +46,9 @@ def sample_documents(config: DataConfig, size: int, *, progress: bool = False) -
     heap: list[tuple[int, int, str]] = []
     total = 0
     ranges = _sampled_ranges(source, size * READ_FACTOR)
-    with ProgressBar("reading a sample for the tokenizer", sum(part.size for part in ranges), shown=progress) as bar:
+    with ProgressBar(
+        "reading a sample for the tokenizer", sum(part.size for part in ranges), shown=progress
+    ) as bar:
         for order, (rank, text) in enumerate(_hashed_documents(source, ranges, bar)):
             if rank < below:
                 continue
@@ -60,7 +64,9 @@ def _sampled_ranges(source: Source, size: int) -> list[ByteRange]:
     ranges = source.byte_ranges()
     if sum(part.size for part in ranges) <= size:
         return ranges
-    ranked = sorted(ranges, key=lambda part: hashlib.blake2b(f"{part.file}:{part.start}".encode()).digest())
+    ranked = sorted(
+        ranges, key=lambda part: hashlib.blake2b(f"{part.file}:{part.start}".encode()).digest()
+    )
     taken = set()
     for part in ranked:
         taken.add(part)
@@ -70,9 +76,13 @@ def _sampled_ranges(source: Source, size: int) -> list[ByteRange]:
     return [part for part in ranges if part in taken]
 
 
-def _hashed_documents(source: Source, ranges: list[ByteRange], bar: ProgressBar) -> Iterator[tuple[int, str]]:
+def _hashed_documents(
+    source: Source, ranges: list[ByteRange], bar: ProgressBar
+) -> Iterator[tuple[int, str]]:
     for byte_range in ranges:
         for document in source.read(byte_range):
-            text = document.text if document.target is None else f"{document.text}\n{document.target}"
+            text = (
+                document.text if document.target is None else f"{document.text}\n{document.target}"
+            )
             yield document.split_hash, text
         bar.advance(byte_range.size)

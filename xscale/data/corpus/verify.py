@@ -33,7 +33,9 @@ def verify(path: Path) -> list[str]:
         try:
             file = path / check_name(name)
         except ValueError as error:
-            raise ConfigError(str(path / MANIFEST), f"the manifest is damaged ({error})", FIX) from None
+            raise ConfigError(
+                str(path / MANIFEST), f"the manifest is damaged ({error})", FIX
+            ) from None
         actual = sha256(file)
         if actual != expected:
             what = f"its content is not what was written (SHA-256 {actual}, in the manifest {expected})"
@@ -43,7 +45,9 @@ def verify(path: Path) -> list[str]:
         lines.append(f"{path / MANIFEST}: the version that prepared the data recorded no hashes")
     for name in manifest.counts:
         largest = largest_id(IndexedDataset(path / name), manifest.vocabulary)
-        lines.append(f"{path / name}: the largest id is {largest}, the vocabulary {manifest.vocabulary}")
+        lines.append(
+            f"{path / name}: the largest id is {largest}, the vocabulary {manifest.vocabulary}"
+        )
     config = decode(DataConfig, {"tokenizer": manifest.tokenizer}).tokenizer
     tokenizer: Tokenizer = TOKENIZERS.build(config, path)
     require_fingerprint(tokenizer, manifest.fingerprint, path, "the data was written with", FIX)
@@ -65,4 +69,6 @@ def sha256(file: Path) -> str:
 def largest_id(indexed: IndexedDataset, vocabulary: int) -> int:
     """Read all tokens and return the largest id; ConfigError for one outside the vocabulary."""
     starts = range(0, len(indexed.tokens), BLOCK)
-    return max((check_ids(indexed, vocabulary, start, start + BLOCK) for start in starts), default=-1)
+    return max(
+        (check_ids(indexed, vocabulary, start, start + BLOCK) for start in starts), default=-1
+    )

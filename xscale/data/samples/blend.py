@@ -21,12 +21,16 @@ class BlendedDataset:
     the same way. The arithmetic is exact, so that nothing drifts and nothing is stored.
     """
 
-    def __init__(self, sets: Sequence[PackedDataset | PairDataset | SentenceDataset], weights: list[float]) -> None:
+    def __init__(
+        self, sets: Sequence[PackedDataset | PairDataset | SentenceDataset], weights: list[float]
+    ) -> None:
         assert len(sets) == len(weights) > 0, "one weight per dataset"
         self.datasets = sets
         exact = [Fraction(weight).limit_denominator(1 << 20) for weight in weights]
         if any(weight <= 0 for weight in exact):
-            raise ConfigError("data.blend", "weights must be above one in a million", "Leave that dataset out.")
+            raise ConfigError(
+                "data.blend", "weights must be above one in a million", "Leave that dataset out."
+            )
         left = sum(exact)
         self.fractions_of_rest: list[Fraction] = []
         for weight in exact:
@@ -77,7 +81,9 @@ class BlendedDataset:
         return self.datasets[number].sample(within)
 
 
-def mixing_rates(config: DataConfig, weights: Sequence[float], samples: Sequence[int]) -> list[float]:
+def mixing_rates(
+    config: DataConfig, weights: Sequence[float], samples: Sequence[int]
+) -> list[float]:
     """Return the rate of each dataset, up to a common factor (Raffel et al. 2020, section 3.5.2).
 
     It is weight^(1 / T), or by samples (weight * min(samples, K))^(1 / T).

@@ -62,7 +62,9 @@ class CallerSamples:
         """The sample of that number of the iterable, which is begun anew for one before the last."""
         if self._iterator is None or index < self._next:
             if self._iterator is not None and iter(self._samples) is self._samples:
-                what = f"sample {index} is read again, and a {type(self._samples).__name__} is used up"
+                what = (
+                    f"sample {index} is read again, and a {type(self._samples).__name__} is used up"
+                )
                 raise ConfigError(PATH, what, CONTRACT)
             self._iterator, self._next = iter(self._samples), 0
         for value in self._iterator:
@@ -73,4 +75,6 @@ class CallerSamples:
 
     def _too_few(self, count: int) -> ConfigError:
         what = f"there are {count:,} samples, and the run takes {self.needed:,} (train.steps x train.batch_size)"
-        return ConfigError(PATH, what, "Give more, such as the same in another order, or take fewer train.steps.")
+        return ConfigError(
+            PATH, what, "Give more, such as the same in another order, or take fewer train.steps."
+        )

@@ -73,7 +73,11 @@ class LabelledDataset(ShuffledDataset):
         """Return an example without padding, of one token, with the first label of that kind, or a score of 0."""
         tokens = np.full(config.sequence_length, token)
         shape = len(tokens) if labels == "tags" else 1
-        return tokens, np.full_like(tokens, TEXT), np.zeros(shape, np.float64 if labels == "score" else np.int64)
+        return (
+            tokens,
+            np.full_like(tokens, TEXT),
+            np.zeros(shape, np.float64 if labels == "score" else np.int64),
+        )
 
     def kept_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many tokens of each text [examples, texts] of so many tokens are kept."""
@@ -81,7 +85,9 @@ class LabelledDataset(ShuffledDataset):
         if lengths.shape[1] == 1:
             return np.minimum(lengths, room)
         shorter = np.minimum(lengths.min(1, keepdims=True), room // 2)
-        kept: NDArray[np.int64] = np.where(lengths <= shorter, lengths, np.minimum(lengths, room - shorter))
+        kept: NDArray[np.int64] = np.where(
+            lengths <= shorter, lengths, np.minimum(lengths, room - shorter)
+        )
         kept[kept.sum(1) > room] = [room - room // 2, room // 2]
         return kept
 
@@ -97,5 +103,7 @@ class LabelledDataset(ShuffledDataset):
 
     def _lengths(self) -> NDArray[np.int64]:
         """Tokens of each text of each example, [examples, texts]."""
-        lengths: NDArray[np.int64] = np.diff(self.texts.sequence_starts).reshape(len(self.texts), -1)
+        lengths: NDArray[np.int64] = np.diff(self.texts.sequence_starts).reshape(
+            len(self.texts), -1
+        )
         return lengths

@@ -95,7 +95,9 @@ class Loader:
         tokens, documents, *labels = (np.stack(arrays) for arrays in zip(*drawn, strict=True))
         if self.vocabulary is not None and (tokens.max() >= self.vocabulary or tokens.min() < 0):
             what = f"the data contains token {tokens.max()}, but the tokenizer's vocabulary is {self.vocabulary}"
-            raise ConfigError("data.tokenizer", what, "Use the tokenizer with which the data was written.")
+            raise ConfigError(
+                "data.tokenizer", what, "Use the tokenizer with which the data was written."
+            )
         return Samples(
             tokens=torch.from_numpy(tokens),
             documents=torch.from_numpy(documents),
@@ -116,7 +118,9 @@ class Loader:
             return
         ready: queue.Queue[Samples | BaseException | None] = queue.Queue(maxsize=ahead)
         stop = threading.Event()
-        thread = threading.Thread(target=self._read, args=(requests, ready, stop), name="loader", daemon=True)
+        thread = threading.Thread(
+            target=self._read, args=(requests, ready, stop), name="loader", daemon=True
+        )
         thread.start()
         try:
             while (item := ready.get()) is not None:
@@ -186,7 +190,9 @@ class Corpus:
     @property
     def sentence_datasets(self) -> list[SentenceDataset]:
         """The datasets for training objectives on pairs of sentences; none without."""
-        return [dataset for dataset in self._training_datasets if isinstance(dataset, SentenceDataset)]
+        return [
+            dataset for dataset in self._training_datasets if isinstance(dataset, SentenceDataset)
+        ]
 
     @property
     def _training_datasets(self) -> Sequence[SampleDataset]:
@@ -205,13 +211,18 @@ def open_corpus(config: DataConfig, *, seed: int) -> Corpus:
     return Corpus(
         tokenizer=tokenizer,
         train=Loader(train, vocabulary=tokenizer.vocabulary),
-        validation=None if validation is None else Loader(validation, vocabulary=tokenizer.vocabulary),
+        validation=None
+        if validation is None
+        else Loader(validation, vocabulary=tokenizer.vocabulary),
         sets=tuple(prepared for prepared, _ in sets),
     )
 
 
 def _dataset(
-    config: DataConfig, sets: list[tuple[PreparedData, float]], part: Literal["train", "validation"], seed: int
+    config: DataConfig,
+    sets: list[tuple[PreparedData, float]],
+    part: Literal["train", "validation"],
+    seed: int,
 ) -> SampleDataset | None:
     shuffle = config.shuffle and part == "train"
     if sets[0][0].labels is not None:
@@ -222,11 +233,17 @@ def _dataset(
         split = prepared.train if part == "train" else prepared.validation
         if split is not None:
             if prepared.pairs:
-                datasets.append(PairDataset(split, config, prepared.tokenizer.pad, seed=seed, shuffle=shuffle))
+                datasets.append(
+                    PairDataset(split, config, prepared.tokenizer.pad, seed=seed, shuffle=shuffle)
+                )
             elif config.split_sentences:
-                datasets.append(SentenceDataset(split, config, prepared.tokenizer, seed=seed, shuffle=shuffle))
+                datasets.append(
+                    SentenceDataset(split, config, prepared.tokenizer, seed=seed, shuffle=shuffle)
+                )
             else:
-                datasets.append(PackedDataset(split, config.sequence_length, seed=seed, shuffle=shuffle))
+                datasets.append(
+                    PackedDataset(split, config.sequence_length, seed=seed, shuffle=shuffle)
+                )
             weights.append(weight)
     if not datasets:
         return None
@@ -246,5 +263,11 @@ def _labelled_dataset(
     assert prepared.labels is not None
     shuffle = config.shuffle and part == "train"
     return LabelledDataset(
-        split.indexed, split.labels, prepared.labels, config, prepared.tokenizer, seed=seed, shuffle=shuffle
+        split.indexed,
+        split.labels,
+        prepared.labels,
+        config,
+        prepared.tokenizer,
+        seed=seed,
+        shuffle=shuffle,
     )

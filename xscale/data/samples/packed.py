@@ -21,7 +21,9 @@ def permuted(index: NDArray[np.int64], length: int, seed: int) -> NDArray[np.int
         return index.copy()
     half = np.uint64(max(1, ((length - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    keys = _mix(np.arange(1, ROUNDS + 1, dtype=np.uint64) + _mix(np.array([seed % 2**64], dtype=np.uint64)))
+    keys = _mix(
+        np.arange(1, ROUNDS + 1, dtype=np.uint64) + _mix(np.array([seed % 2**64], dtype=np.uint64))
+    )
     result = index.astype(np.uint64)
     outside = np.ones(result.shape, dtype=bool)
     while outside.any():
@@ -81,7 +83,9 @@ class PackedDataset(ShuffledDataset):
     predicted once per epoch; fewer than T tokens at the end are dropped.
     """
 
-    def __init__(self, split: Split, sequence_length: int, *, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self, split: Split, sequence_length: int, *, seed: int = 0, shuffle: bool = True
+    ) -> None:
         super().__init__(seed, shuffle)
         self.split = split
         self.sequence_length = sequence_length
@@ -100,7 +104,9 @@ class PackedDataset(ShuffledDataset):
         return self.chunk(int(self.positions(np.array([index], dtype=np.int64))[0]))
 
     @staticmethod
-    def full_sample(length: int, token: int, document: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def full_sample(
+        length: int, token: int, document: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return a sample for `length` tokens T, of one token, in documents of `document` tokens."""
         return np.full(length + 1, token), np.arange(length + 1) // document
 

@@ -17,7 +17,9 @@ TEXT, PADDING = 0, 1
 class PairDataset(ShuffledDataset):
     """The pairs of a split, epoch after epoch: sample k of an epoch in order is pair k."""
 
-    def __init__(self, split: Split, config: DataConfig, pad: int, *, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self, split: Split, config: DataConfig, pad: int, *, seed: int = 0, shuffle: bool = True
+    ) -> None:
         super().__init__(seed, shuffle)
         self.split = split
         self.source_length, self.target_length = config.source_length, config.target_length
@@ -41,7 +43,9 @@ class PairDataset(ShuffledDataset):
         tokens[read - 1] = indexed.tokens[middle - 1]
         documents[:read] = TEXT
         written = min(end - middle, self.target_length)
-        tokens[self.source_length : self.source_length + written] = indexed.tokens[middle : middle + written]
+        tokens[self.source_length : self.source_length + written] = indexed.tokens[
+            middle : middle + written
+        ]
         documents[self.source_length : self.source_length + written] = TEXT
         return tokens, documents
 
@@ -79,7 +83,9 @@ def require_room_behind_prefix(config: DataConfig, datasets: Sequence[PreparedDa
     """Refuse pairs whose prefix leaves no room in a source for a token of its text: ConfigError names each dataset."""
     problems = []
     for number, data in enumerate(datasets):
-        prefix = data.manifest.source.get("prefix") if data.pairs and data.manifest is not None else None
+        prefix = (
+            data.manifest.source.get("prefix") if data.pairs and data.manifest is not None else None
+        )
         if not isinstance(prefix, str) or not prefix:
             continue
         count = len(data.tokenizer.encode_prompt(prefix))
@@ -89,7 +95,12 @@ def require_room_behind_prefix(config: DataConfig, datasets: Sequence[PreparedDa
         path, fix = "data.source.prefix", "Give a shorter one"
         if config.blend or config.prepared is not None:
             path = f"data.blend.{number}.prepared" if config.blend else "data.prepared"
-            what, fix = f"{what} ({data.path})", "Prepare the pairs with a shorter data.source.prefix"
-        problems.append(Problem(path, what, f"{fix}, or take a data.max_source_length of at least {count + 2}."))
+            what, fix = (
+                f"{what} ({data.path})",
+                "Prepare the pairs with a shorter data.source.prefix",
+            )
+        problems.append(
+            Problem(path, what, f"{fix}, or take a data.max_source_length of at least {count + 2}.")
+        )
     if problems:
         raise ConfigError(problems)

@@ -35,13 +35,21 @@ class SentenceDataset(ShuffledDataset):
     """
 
     def __init__(
-        self, split: Split, config: DataConfig, tokenizer: Tokenizer, *, seed: int = 0, shuffle: bool = True
+        self,
+        split: Split,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
     ) -> None:
         super().__init__(seed, shuffle)
         self.budget = config.sequence_length - SPECIAL_TOKENS
         """Most tokens of a pair of texts."""
         if self.budget < 2:
-            what = f"a pair of texts and its {SPECIAL_TOKENS} special tokens need {SPECIAL_TOKENS + 2}"
+            what = (
+                f"a pair of texts and its {SPECIAL_TOKENS} special tokens need {SPECIAL_TOKENS + 2}"
+            )
             raise ConfigError("data.sequence_length", what, f"Take at least {SPECIAL_TOKENS + 2}.")
         indexed = split.indexed
         self.pad = tokenizer.pad
@@ -57,13 +65,17 @@ class SentenceDataset(ShuffledDataset):
         """Documents of the split without a chunk."""
         remedy = f"a {'smaller' if split.name == 'train' else 'larger'} data.validation"
         if self.length == 0:
-            what = f"no document of the {split.name} split has two sentences close enough for a sample"
+            what = (
+                f"no document of the {split.name} split has two sentences close enough for a sample"
+            )
             fix = f"Give documents of several sentences, prepared with data.split_sentences, or {remedy}."
             if (document := first_of_one_sentence(config, split.name)) is not None:
                 what += f"; the first of one sentence: {document}"
             raise ConfigError("data.source", what, fix)
         if len(self.bounds) < 3:
-            what = f"the {split.name} split has one document, and a sample takes text of another one"
+            what = (
+                f"the {split.name} split has one document, and a sample takes text of another one"
+            )
             raise ConfigError("data.source", what, f"Give more documents, or {remedy}.")
 
     def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -73,9 +85,13 @@ class SentenceDataset(ShuffledDataset):
         half and the other text have at most N tokens together, as the two halves have.
         """
         draws = np.random.default_rng([self.seed, index])
-        first, stop, document = self.chunks[self.positions(np.array([index], dtype=np.int64))[0]].tolist()
+        first, stop, document = self.chunks[
+            self.positions(np.array([index], dtype=np.int64))[0]
+        ].tolist()
         middle = int(draws.integers(first + 1, stop))
-        before, after = truncate(self._text(first, middle), self._text(middle, stop), self.budget, draws)
+        before, after = truncate(
+            self._text(first, middle), self._text(middle, stop), self.budget, draws
+        )
         other = int(draws.integers(len(self.bounds) - 2))
         other += other >= document
         sentence = int(draws.integers(self.bounds[other], self.bounds[other + 1]))
@@ -98,7 +114,9 @@ class SentenceDataset(ShuffledDataset):
 
     def _text(self, first: int, stop: int) -> NDArray[np.int64]:
         """Return the tokens of the sentences [first, stop), without the one that ends a document."""
-        text: NDArray[np.int64] = self.tokens[self.starts[first] : self.starts[stop]].astype(np.int64)
+        text: NDArray[np.int64] = self.tokens[self.starts[first] : self.starts[stop]].astype(
+            np.int64
+        )
         return text[:-1] if len(text) and text[-1] == self.eos else text
 
 
@@ -116,10 +134,18 @@ def first_of_one_sentence(config: DataConfig, split: str) -> str | None:
     source: Source = SOURCES.build(config.source)
     with suppress(ConfigError, OSError):
         for document in islice(source.documents(), SEARCHED):
-            part = "validation" if document.split_hash < validation_below(config.validation) else "train"
+            part = (
+                "validation"
+                if document.split_hash < validation_below(config.validation)
+                else "train"
+            )
             if part == split and len(split_sentences(document.text)) == 1:
                 file, _, offset = document.name.rpartition(":")
-                return f"{file}:{line_at(file, int(offset))}" if offset.isdigit() and file else document.name
+                return (
+                    f"{file}:{line_at(file, int(offset))}"
+                    if offset.isdigit() and file
+                    else document.name
+                )
     return None
 
 

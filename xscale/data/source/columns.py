@@ -45,7 +45,9 @@ def check_text(text: Any, file: str, row: int, field: str, longest: int) -> None
         what = f"the document is longer than {longest} bytes"
         raise bad("longer than `longest`", what, "Shorten it, or allow longer ones (`longest`).")
     if "\0" in text:
-        raise bad(f"the column '{field}' is not text", f"the column '{field}' contains NUL", "Clean it.")
+        raise bad(
+            f"the column '{field}' is not text", f"the column '{field}' contains NUL", "Clean it."
+        )
 
 
 def row_ranges(file: Path) -> list[ByteRange]:
@@ -60,10 +62,15 @@ def row_ranges(file: Path) -> list[ByteRange]:
         starts = _group_starts(opened)
     # The last range ends with the file, whose metadata stand there.
     ends = [*starts[1:], size]
-    return [ByteRange(str(file), *ends_of, is_full_file=len(starts) == 1) for ends_of in zip(starts, ends, strict=True)]
+    return [
+        ByteRange(str(file), *ends_of, is_full_file=len(starts) == 1)
+        for ends_of in zip(starts, ends, strict=True)
+    ]
 
 
-def rows(byte_range: ByteRange, fields: tuple[str, ...], path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def rows(
+    byte_range: ByteRange, fields: tuple[str, ...], path: str
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (index in the file, value of each of `fields`) of the rows in a range; a null is None.
 
     ConfigError at `path` without one of the columns, and for a file that is not what its name says.
@@ -76,11 +83,20 @@ def rows(byte_range: ByteRange, fields: tuple[str, ...], path: str) -> Iterator[
             require_column(field, names, file, path)
         if is_parquet:
             starts = _group_starts(opened)
-            groups = [n for n, start in enumerate(starts) if byte_range.start <= start < byte_range.stop]
-            first = sum(opened.metadata.row_group(n).num_rows for n in range(groups[0])) if groups else 0
+            groups = [
+                n for n, start in enumerate(starts) if byte_range.start <= start < byte_range.stop
+            ]
+            first = (
+                sum(opened.metadata.row_group(n).num_rows for n in range(groups[0]))
+                if groups
+                else 0
+            )
             batches = opened.iter_batches(ROWS, row_groups=groups, columns=list(fields))
         else:
-            first, batches = 0, (part for batch in opened for part in _parts(batch.select(list(fields))))
+            first, batches = (
+                0,
+                (part for batch in opened for part in _parts(batch.select(list(fields)))),
+            )
         for batch in batches:
             values = batch.to_pydict()
             for row in range(batch.num_rows):
@@ -99,7 +115,9 @@ def _group_starts(opened: Any) -> list[int]:
     for number in range(opened.metadata.num_row_groups):
         group = opened.metadata.row_group(number)
         starts.append(total)
-        total += max(1, sum(group.column(n).total_compressed_size for n in range(group.num_columns)))
+        total += max(
+            1, sum(group.column(n).total_compressed_size for n in range(group.num_columns))
+        )
     return starts or [0]
 
 
@@ -107,7 +125,9 @@ def _group_starts(opened: Any) -> list[int]:
 def _opened(file: str) -> Iterator[Any]:
     """Open a Parquet file or an Arrow stream; what pyarrow says of a bad one becomes a ConfigError that names it."""
     if find_spec("pyarrow") is None:
-        raise ConfigError(file, "the library pyarrow is not installed", "Run: pip install 'pyarrow>=18'")
+        raise ConfigError(
+            file, "the library pyarrow is not installed", "Run: pip install 'pyarrow>=18'"
+        )
     import pyarrow
     import pyarrow.parquet
 
@@ -128,4 +148,6 @@ def _opened(file: str) -> Iterator[Any]:
                 yield stream
     except (pyarrow.ArrowException, OSError) as error:
         kind = "Parquet" if file.lower().endswith(".parquet") else "Arrow"
-        raise ConfigError(file, f"the file cannot be read as {kind}: {reason(error)}", "Copy it again.") from None
+        raise ConfigError(
+            file, f"the file cannot be read as {kind}: {reason(error)}", "Copy it again."
+        ) from None

@@ -70,7 +70,9 @@ RANGE_BYTES = 32 << 20
 """Bytes of an uncompressed file in one range."""
 
 
-def split_into_ranges(files: list[Path], path: str, step: int | None = RANGE_BYTES) -> list[ByteRange]:
+def split_into_ranges(
+    files: list[Path], path: str, step: int | None = RANGE_BYTES
+) -> list[ByteRange]:
     """Split `files` into ranges of `step` bytes, without splitting compressed files, or any file when `step` is None.
 
     ConfigError when all files are empty or one cannot be read.
@@ -83,7 +85,9 @@ def split_into_ranges(files: list[Path], path: str, step: int | None = RANGE_BYT
             raise ConfigError(str(file), f"the file cannot be read: {error.strerror}") from None
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(
-                str(file), "this is not a regular file", "A corpus is read more than once: save it to a file first."
+                str(file),
+                "this is not a regular file",
+                "A corpus is read more than once: save it to a file first.",
             )
         is_full_file = step is None or is_compressed(file)
         stride = max(1, status.st_size) if is_full_file or step is None else step
@@ -93,7 +97,9 @@ def split_into_ranges(files: list[Path], path: str, step: int | None = RANGE_BYT
         ]
     if not ranges:
         named = str(files[0]) if len(files) == 1 else f"all {len(files)} files"
-        raise ConfigError(path, f"the corpus is empty: {named} have no bytes", "Name files that contain text.")
+        raise ConfigError(
+            path, f"the corpus is empty: {named} have no bytes", "Name files that contain text."
+        )
     return ranges
 
 
@@ -117,15 +123,21 @@ def open_decompressed(file: str) -> Iterator[IO[bytes]]:
                 except zstandard.ZstdError as error:
                     if "too much memory" in str(error):
                         what = "the file was compressed with a window of more than 128 MiB"
-                        raise ConfigError(file, what, "Compress it again without --long, or with --long=27.") from None
-                    raise ConfigError(file, f"this is not Zstandard data: {error}", "Compress it again.") from None
+                        raise ConfigError(
+                            file, what, "Compress it again without --long, or with --long=27."
+                        ) from None
+                    raise ConfigError(
+                        file, f"this is not Zstandard data: {error}", "Compress it again."
+                    ) from None
             else:
                 yield raw
     except FileNotFoundError:
         fix = "Restore it, or run again: finished shards are kept."
         raise ConfigError(file, "the file disappeared while the corpus was read", fix) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(file, f"the compressed data is damaged or truncated: {error}", "Compress it again.") from None
+        raise ConfigError(
+            file, f"the compressed data is damaged or truncated: {error}", "Compress it again."
+        ) from None
     except OSError as error:
         raise ConfigError(file, f"the file cannot be read: {error.strerror or error}") from None
 
@@ -135,7 +147,10 @@ def _raise(error: BadDocumentError) -> None:
 
 
 def records(
-    byte_range: ByteRange, delimiter: bytes, limit: int, on_bad: Callable[[BadDocumentError], None] = _raise
+    byte_range: ByteRange,
+    delimiter: bytes,
+    limit: int,
+    on_bad: Callable[[BadDocumentError], None] = _raise,
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (byte offset, bytes without the delimiter) of each record that starts in the range, one in memory.
 
@@ -149,7 +164,11 @@ def records(
             return True
         what = f"the document that starts at byte {begin} is longer than {limit} bytes"
         fix = "Split documents in another way, or allow longer ones (`longest`)."
-        on_bad(BadDocumentError("longer than `longest`", byte_range.file, begin, Problem(byte_range.file, what, fix)))
+        on_bad(
+            BadDocumentError(
+                "longer than `longest`", byte_range.file, begin, Problem(byte_range.file, what, fix)
+            )
+        )
         return False
 
     width = len(delimiter)
@@ -183,7 +202,11 @@ def records(
                 break
             buffer += block
         _require_untruncated(byte_range, stream, base + len(buffer))
-        if begin is not None and begin < base + len(buffer) and is_short(base + len(buffer) - begin, begin):
+        if (
+            begin is not None
+            and begin < base + len(buffer)
+            and is_short(base + len(buffer) - begin, begin)
+        ):
             yield begin, bytes(buffer[begin - base :])
 
 
@@ -197,7 +220,9 @@ def line_aligned_chunks(byte_range: ByteRange, length: int) -> Iterator[tuple[in
             line_end = stream.readline(length + BLOCK)
             if len(line_end) == length + BLOCK:
                 what = f"the line that contains byte {position + len(block)} is longer than {length} bytes"
-                problem = Problem(byte_range.file, what, "Break it, or allow longer documents (`longest`).")
+                problem = Problem(
+                    byte_range.file, what, "Break it, or allow longer documents (`longest`)."
+                )
                 raise BadDocumentError("longer than `longest`", byte_range.file, position, problem)
             block += line_end
             yield position, block
@@ -207,7 +232,9 @@ def line_aligned_chunks(byte_range: ByteRange, length: int) -> Iterator[tuple[in
 
 def _require_untruncated(byte_range: ByteRange, stream: IO[bytes], end: int) -> None:
     if not is_compressed(byte_range.file) and end < byte_range.stop:
-        what = f"the file shrank to {end} bytes while it was read; it had at least {byte_range.stop}"
+        what = (
+            f"the file shrank to {end} bytes while it was read; it had at least {byte_range.stop}"
+        )
         raise ConfigError(byte_range.file, what, "Run again when nothing writes to it.")
 
 
@@ -223,7 +250,9 @@ def decode_utf8(block: bytes, file: str, offset: int) -> str:
         return block.decode("utf-8-sig" if offset == 0 else "utf-8")
     except UnicodeDecodeError as error:
         what = f"this is not UTF-8 text: byte {offset + error.start} is 0x{block[error.start]:02x}"
-        problem = Problem(file, what, "Convert it (iconv -t utf-8), or leave it out of the source's paths.")
+        problem = Problem(
+            file, what, "Convert it (iconv -t utf-8), or leave it out of the source's paths."
+        )
         raise BadDocumentError("not UTF-8", file, offset, problem) from None
 
 

@@ -12,7 +12,15 @@ import pydantic
 from xscale.core.errors import ConfigError
 from xscale.core.paths import PathText
 from xscale.data.source.columns import STREAMED, check_text, require_column
-from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
+from xscale.data.source.source import (
+    SOURCES,
+    BadDocumentError,
+    ByteRange,
+    Document,
+    FileSource,
+    Source,
+    SourceTraits,
+)
 
 NOMINAL_BYTES = 64 << 20
 """Size that a shard counts as where the library does not know that of the split."""
@@ -46,7 +54,9 @@ class Hub(FileSource):
         for number in range(3):
             texts = [f"Line {row} of {number}. " * 40 for row in range(size // 2000 + 1)]
             file = folder / "data" / f"train-{number:05d}-of-00003.parquet"
-            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, compression="none", row_group_size=700)
+            pyarrow.parquet.write_table(
+                pyarrow.table({"text": texts}), file, compression="none", row_group_size=700
+            )
         return cls.Config(dataset=str(folder))
 
     def byte_ranges(self) -> list[ByteRange]:
@@ -60,17 +70,23 @@ class Hub(FileSource):
         shards = dataset.num_shards
         name = f"{STREAMED}{config.dataset}/{config.subset or 'default'}/{config.split}@{version}"
         split = (dataset.info.splits or {}).get(config.split)
-        total = getattr(split, "num_bytes", None) or sum(file.stat().st_size for file in self._local_files())
+        total = getattr(split, "num_bytes", None) or sum(
+            file.stat().st_size for file in self._local_files()
+        )
         size = max(1, total // shards) if total else NOMINAL_BYTES
         count = shards if config.max_shards is None else min(shards, config.max_shards)
         # A shard is read as a whole; its bytes are an estimate, by which processes share the work.
-        return [ByteRange(f"{name}#{number}", 0, size, is_full_file=True) for number in range(count)]
+        return [
+            ByteRange(f"{name}#{number}", 0, size, is_full_file=True) for number in range(count)
+        ]
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:
         name, _, number = byte_range.file.rpartition("#")
         config = self.config
         dataset = _opened(config, name.rpartition("@")[2])
-        shard = dataset.shard(num_shards=dataset.num_shards, index=int(number)).select_columns([config.field])
+        shard = dataset.shard(num_shards=dataset.num_shards, index=int(number)).select_columns(
+            [config.field]
+        )
         for row, values in enumerate(_rows(shard, config.dataset)):
             text = values[config.field]
             try:
@@ -84,14 +100,22 @@ class Hub(FileSource):
     def _local_files(self) -> list[Path]:
         """Return the files of a local folder, without those that `hf download` keeps for itself; empty for a name."""
         folder = Path(self.config.dataset)
-        files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
-        return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+        files = (
+            sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+        )
+        return [
+            file
+            for file in files
+            if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        ]
 
     def _version(self) -> str:
         """Return the commit of the hub's dataset, or a hash of the names and sizes of a local folder's files."""
         folder = Path(self.config.dataset)
         if folder.is_dir():
-            sizes = ((file.relative_to(folder), file.stat().st_size) for file in self._local_files())
+            sizes = (
+                (file.relative_to(folder), file.stat().st_size) for file in self._local_files()
+            )
             text = "\n".join(f"{file}\t{size}" for file, size in sizes)
             return hashlib.blake2b(os.fsencode(text), digest_size=8).hexdigest()
         _require_library()
@@ -99,7 +123,9 @@ class Hub(FileSource):
 
         try:
             return str(HfApi().dataset_info(self.config.dataset, revision=self.config.revision).sha)
-        except Exception as error:  # those of the HTTP client have no common base with the hub's own
+        except (
+            Exception
+        ) as error:  # those of the HTTP client have no common base with the hub's own
             raise _unreadable(self.config.dataset, error) from None
 
 
@@ -111,7 +137,9 @@ def _opened(config: Hub.Config, version: str) -> Any:
     is_local = Path(config.dataset).is_dir()
     options = {} if is_local else {"revision": version}
     try:
-        return datasets.load_dataset(config.dataset, config.subset, split=config.split, streaming=True, **options)
+        return datasets.load_dataset(
+            config.dataset, config.subset, split=config.split, streaming=True, **options
+        )
     except Exception as error:  # as above
         raise _unreadable(config.dataset, error) from None
 
@@ -132,7 +160,9 @@ def _rows(shard: Any, name: str) -> Iterator[dict[str, Any]]:
 def _require_library() -> None:
     if find_spec("datasets") is None:
         raise ConfigError(
-            "data.source.kind", "the library datasets is not installed", "Run: pip install 'datasets>=4,<6'"
+            "data.source.kind",
+            "the library datasets is not installed",
+            "Run: pip install 'datasets>=4,<6'",
         )
 
 

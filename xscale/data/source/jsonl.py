@@ -12,7 +12,15 @@ from xscale.core.errors import Problem, nearest
 from xscale.core.files.file_safety import decode_json
 from xscale.core.paths import PathText
 from xscale.data.source.listing import find_files
-from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
+from xscale.data.source.source import (
+    SOURCES,
+    BadDocumentError,
+    ByteRange,
+    Document,
+    FileSource,
+    Source,
+    SourceTraits,
+)
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.zst")
 
@@ -31,18 +39,29 @@ class Jsonl(FileSource):
         @pydantic.field_validator("paths", mode="before")
         @classmethod
         def _one_is_a_list(cls, value: Any) -> Any:
-            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+            return (
+                (value,)
+                if isinstance(value, str)
+                else tuple(value)
+                if isinstance(value, list)
+                else value
+            )
 
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:
         for name in "ab":
-            lines = (json.dumps({"text": f"Line {number} of {name}. " * 40}) for number in range(size // 1500 + 1))
+            lines = (
+                json.dumps({"text": f"Line {number} of {name}. " * 40})
+                for number in range(size // 1500 + 1)
+            )
             (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
         return cls.Config(paths=(str(folder),))
 
     def byte_ranges(self) -> list[ByteRange]:
         key = "data.source.paths"
-        return files.split_into_ranges(find_files(self.config.paths, SUFFIXES, key, self.left_out), key)
+        return files.split_into_ranges(
+            find_files(self.config.paths, SUFFIXES, key, self.left_out), key
+        )
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:
         for offset, line in files.records(byte_range, b"\n", self.config.longest, self.skip):
@@ -73,12 +92,16 @@ class Jsonl(FileSource):
             raise bad("not an object", what, 'Write {"text": "..."}.')
         if name not in data:
             what = f"the object that starts at this byte has no field '{name}'"
-            raise bad(f"without the field '{name}'", what, nearest(name, data) + " Set data.source.field.")
+            raise bad(
+                f"without the field '{name}'", what, nearest(name, data) + " Set data.source.field."
+            )
         value = data[name]
         if not isinstance(value, str):
             what = f"the field '{name}' must be a string, got {type(value).__name__}"
             raise bad(f"the field '{name}' is no string", what, "Set data.source.field.")
-        if "\0" in value or (not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)):
+        if "\0" in value or (
+            not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)
+        ):
             what = f"the field '{name}' is not text: it contains NUL or half a surrogate pair"
             raise bad(f"the field '{name}' is not text", what, "Clean it.")
         return value

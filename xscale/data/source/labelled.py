@@ -17,7 +17,9 @@ RESERVED_SCORE = -100.0
 """A score that would mean that there is no target."""
 
 
-@SOURCES.register("labelled", traits=SourceTraits(bounded=True, resumable=True, download=False, records="labels"))
+@SOURCES.register(
+    "labelled", traits=SourceTraits(bounded=True, resumable=True, download=False, records="labels")
+)
 class Labelled(PairSource):
     class Config(FileSource.Config):
         paths: tuple[PathText, ...] = ()
@@ -45,18 +47,28 @@ class Labelled(PairSource):
         @pydantic.field_validator("paths", mode="before")
         @classmethod
         def _path_to_tuple(cls, value: Any) -> Any:
-            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+            return (
+                (value,)
+                if isinstance(value, str)
+                else tuple(value)
+                if isinstance(value, list)
+                else value
+            )
 
         @pydantic.model_validator(mode="after")
         def _fields_and_classes(self) -> "Labelled.Config":
             keys = (self.text_field, self.pair_field, self.label_field, self.group_field)
             fields = [name for name in keys if name is not None]
             if len(set(fields)) < len(fields):
-                raise ValueError(f"two of the fields are both '{max(fields, key=fields.count)}'; name different ones")
+                raise ValueError(
+                    f"two of the fields are both '{max(fields, key=fields.count)}'; name different ones"
+                )
             if self.labels == "tags" and self.pair_field is not None:
                 raise ValueError("tags are those of the words of one text; leave `pair_field` out")
             if self.labels != "score" and len(set(self.classes)) < max(2, len(self.classes)):
-                raise ValueError(f"`classes` must be two or more different names, got {list(self.classes)}")
+                raise ValueError(
+                    f"`classes` must be two or more different names, got {list(self.classes)}"
+                )
             return self
 
     field_keys: ClassVar[tuple[str, ...]] = ("text_field", "label_field")
@@ -98,7 +110,9 @@ class Labelled(PairSource):
             return " ".join(words), None, None, tuple(self._class(tag, bad) for tag in tags), group
         second = None if self.config.pair_field is None else self.text(data, "pair_field", bad)
         value = self.value(data, "label_field", bad)
-        label = self._score(value, bad) if self.config.labels == "score" else self._class(value, bad)
+        label = (
+            self._score(value, bad) if self.config.labels == "score" else self._class(value, bad)
+        )
         return self.text(data, "text_field", bad), None, second, label, group
 
     def _class(self, value: Any, bad: Bad) -> int:
@@ -106,17 +120,29 @@ class Labelled(PairSource):
         if name in self.config.classes:
             return int(self.config.classes.index(name))
         what = f"the label {json.dumps(value)} is no class of data.source.classes"
-        raise bad("a label that is no class", what, nearest(str(name), self.config.classes) or "Add it to the classes.")
+        raise bad(
+            "a label that is no class",
+            what,
+            nearest(str(name), self.config.classes) or "Add it to the classes.",
+        )
 
     def _score(self, value: Any, bad: Bad) -> float:
         try:
-            number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
+            number = (
+                float(value)
+                if isinstance(value, str | int | float) and not isinstance(value, bool)
+                else math.nan
+            )
         except (ValueError, OverflowError):
             number = math.nan
         if math.isfinite(number) and number != RESERVED_SCORE:
             return number
         what = f"the label {json.dumps(value)} is no score"
-        raise bad("a label that is no score", what, f"Write a finite number, other than {RESERVED_SCORE:g}.")
+        raise bad(
+            "a label that is no score",
+            what,
+            f"Write a finite number, other than {RESERVED_SCORE:g}.",
+        )
 
     def _words(self, data: dict[str, Any], key: str, bad: Bad) -> list[str]:
         name, value = getattr(self.config, key), self.value(data, key, bad)
@@ -125,5 +151,7 @@ class Labelled(PairSource):
         words = [self.text({name: word}, key, bad) for word in value]
         if any(word.split() != [word] for word in words) or not words:
             what = f"the field '{name}' must be a list of words without spaces, and not empty"
-            raise bad(f"the field '{name}' is no list of words", what, "Split the text at its spaces.")
+            raise bad(
+                f"the field '{name}' is no list of words", what, "Split the text at its spaces."
+            )
         return words

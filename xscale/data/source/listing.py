@@ -44,7 +44,10 @@ class LeftOut:
 
     def entry(self) -> dict[str, list[Any]]:
         """Return reason -> [count, first names], as JSON data for a manifest; empty: nothing is left out."""
-        return {reason: [len(names), list(names)[:NAMED]] for reason, names in sorted(self.names.items())}
+        return {
+            reason: [len(names), list(names)[:NAMED]]
+            for reason, names in sorted(self.names.items())
+        }
 
 
 def left_out_sentence(entry: dict[str, list[Any]]) -> str:
@@ -65,7 +68,9 @@ def find_files(
     nothing, when a folder cannot be read, and for pointers of Git LFS.
     """
     if not patterns:
-        raise ConfigError(path, "no file, folder or glob is given", "Write for example: paths: [corpus/**/*.txt].")
+        raise ConfigError(
+            path, "no file, folder or glob is given", "Write for example: paths: [corpus/**/*.txt]."
+        )
     left_out = LeftOut() if left_out is None else left_out
     files: dict[str, Path] = {}
     problems: list[Problem] = []
@@ -81,7 +86,11 @@ def find_files(
             real = reals[file]
             if files.get(real, new.setdefault(real, file)) != file:
                 left_out.add(TWICE, file)
-        files |= {real: file for real, file in sorted(new.items(), key=lambda item: item[1]) if real not in files}
+        files |= {
+            real: file
+            for real, file in sorted(new.items(), key=lambda item: item[1])
+            if real not in files
+        }
     if problems:
         raise ConfigError(problems)
     _refuse_pointers(files.values(), path, left_out)
@@ -102,9 +111,15 @@ def real_paths(files: Iterable[Path]) -> dict[Path, str]:
     return reals
 
 
-def _nothing(pattern: str, location: Path, endings: tuple[str, ...], path: str, left_out: LeftOut) -> Problem:
+def _nothing(
+    pattern: str, location: Path, endings: tuple[str, ...], path: str, left_out: LeftOut
+) -> Problem:
     """Describe a pattern that matches no file."""
-    what = f"the folder '{pattern}' contains no file" if location.is_dir() else f"'{pattern}' matches no file"
+    what = (
+        f"the folder '{pattern}' contains no file"
+        if location.is_dir()
+        else f"'{pattern}' matches no file"
+    )
     if location.is_symlink() and not location.exists():
         what = f"'{pattern}' is a broken link"
     among = f" that ends in {', '.join(endings)}" if location.is_dir() and endings else ""
@@ -157,7 +172,11 @@ class _Walk:
                 if real in entered:
                     continue
                 entered.add(real)
-                entries = [entry for entry in self._entries(folder) if not self._is_hidden(folder, entry.name)]
+                entries = [
+                    entry
+                    for entry in self._entries(folder)
+                    if not self._is_hidden(folder, entry.name)
+                ]
                 yield folder, entries
                 below = [entry for entry in entries if _is_folder(entry)]
                 links += [folder / entry.name for entry in below if entry.is_symlink()]
@@ -170,7 +189,9 @@ class _Walk:
                 return sorted(entries, key=lambda entry: entry.name)
         except OSError as error:
             fix = "Allow it, or leave the folder out of the source's paths."
-            raise ConfigError(str(folder), f"the folder cannot be read: {error.strerror}", fix) from None
+            raise ConfigError(
+                str(folder), f"the folder cannot be read: {error.strerror}", fix
+            ) from None
 
     def _is_hidden(self, folder: Path, name: str) -> bool:
         if name.startswith("."):
@@ -237,4 +258,6 @@ def _refuse_pointers(files: Iterable[Path], path: str, left_out: LeftOut) -> Non
     if pointers:
         more = f" and {len(pointers) - NAMED} more" if len(pointers) > NAMED else ""
         what = f"{', '.join(pointers[:NAMED])}{more}: a pointer of Git LFS, and not the file that it stands for"
-        raise ConfigError(path, what, "Fetch the files (git lfs pull), or leave them out of the source's paths.")
+        raise ConfigError(
+            path, what, "Fetch the files (git lfs pull), or leave them out of the source's paths."
+        )

@@ -16,10 +16,20 @@ from xscale.core.files.file_safety import decode_json
 from xscale.core.paths import PathText
 from xscale.data.source.columns import COLUMNAR_SUFFIXES, is_columnar, row_ranges, rows
 from xscale.data.source.listing import find_files
-from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
+from xscale.data.source.source import (
+    SOURCES,
+    BadDocumentError,
+    ByteRange,
+    Document,
+    FileSource,
+    Source,
+    SourceTraits,
+)
 
 LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
-PACKED = tuple(f"{ending}{packed}" for ending in (*LINES, *TABLES) for packed in ("", ".gz", ".zst"))
+PACKED = tuple(
+    f"{ending}{packed}" for ending in (*LINES, *TABLES) for packed in ("", ".gz", ".zst")
+)
 SUFFIXES = (*PACKED, *COLUMNAR_SUFFIXES)
 Bad = Callable[[str, str, str], BadDocumentError]
 """Makes the error of a record of (reason, what, fix)."""
@@ -27,7 +37,9 @@ Record = tuple[Any, ...]
 """The fields of a `Document` after its name."""
 
 
-@SOURCES.register("pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, records="pairs"))
+@SOURCES.register(
+    "pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, records="pairs")
+)
 class PairSource(FileSource):
     class Config(FileSource.Config):
         paths: tuple[PathText, ...] = ()
@@ -46,12 +58,20 @@ class PairSource(FileSource):
         @pydantic.field_validator("paths", mode="before")
         @classmethod
         def _one_is_a_list(cls, value: Any) -> Any:
-            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+            return (
+                (value,)
+                if isinstance(value, str)
+                else tuple(value)
+                if isinstance(value, list)
+                else value
+            )
 
         @pydantic.model_validator(mode="after")
         def _two_fields(self) -> "PairSource.Config":
             if self.source_field == self.target_field:
-                raise ValueError(f"`source_field` and `target_field` are both '{self.source_field}'; name two fields")
+                raise ValueError(
+                    f"`source_field` and `target_field` are both '{self.source_field}'; name two fields"
+                )
             return self
 
     field_keys: ClassVar[tuple[str, ...]] = ("source_field", "target_field")
@@ -62,7 +82,8 @@ class PairSource(FileSource):
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:
         rows = [
-            {"source": f"Line {number}. " * 40, "target": f"The target {number}."} for number in range(size // 1000 + 1)
+            {"source": f"Line {number}. " * 40, "target": f"The target {number}."}
+            for number in range(size // 1000 + 1)
         ]
         (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
         with (folder / "b.csv").open("w", encoding="utf-8", newline="") as stream:
@@ -90,7 +111,11 @@ class PairSource(FileSource):
         text_files = [file for file in paths if not is_columnar(file)]
         for part in files.split_into_ranges(text_files, key) if text_files else ():
             if _delimiter(part.file) is None or part.start == 0:
-                ranges.append(replace(part, is_full_file=part.is_full_file or _delimiter(part.file) is not None))
+                ranges.append(
+                    replace(
+                        part, is_full_file=part.is_full_file or _delimiter(part.file) is not None
+                    )
+                )
             else:
                 # A quoted cell may contain line ends, so that the rows of a table are known from its start only.
                 ranges[-1] = replace(ranges[-1], stop=part.stop)
@@ -101,7 +126,11 @@ class PairSource(FileSource):
         if is_columnar(byte_range.file):
             records = self._rows(byte_range)
         else:
-            records = self._lines(byte_range) if delimiter is None else self._table(byte_range.file, delimiter)
+            records = (
+                self._lines(byte_range)
+                if delimiter is None
+                else self._table(byte_range.file, delimiter)
+            )
         for offset, parse in records:
             try:
                 pair = parse(partial(self._bad, byte_range.file, offset))
@@ -117,7 +146,9 @@ class PairSource(FileSource):
         return BadDocumentError(reason, file, offset, Problem(f"{file}:{line}", what, fix))
 
     def _rows(self, byte_range: ByteRange) -> Iterator[tuple[int, Callable[[Bad], Record | None]]]:
-        fields = tuple(name for key in self.all_field_keys if (name := getattr(self.config, key)) is not None)
+        fields = tuple(
+            name for key in self.all_field_keys if (name := getattr(self.config, key)) is not None
+        )
         for row, values in rows(byte_range, fields, "data.source." + " or ".join(self.field_keys)):
             yield row, partial(self.record, values)
 
@@ -141,7 +172,9 @@ class PairSource(FileSource):
             raise bad("not an object", "the line is not an object", fix)
         return self.record(data, bad)
 
-    def _table(self, file: str, delimiter: str) -> Iterator[tuple[int, Callable[[Bad], Record | None]]]:
+    def _table(
+        self, file: str, delimiter: str
+    ) -> Iterator[tuple[int, Callable[[Bad], Record | None]]]:
         with files.open_decompressed(file) as stream:
             lines = _Lines(stream, file, self.config.longest)
             quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
@@ -164,12 +197,16 @@ class PairSource(FileSource):
         try:
             header = next(reader, [])
         except csv.Error as error:
-            raise ConfigError(f"{file}:1", f"the row of column names cannot be read: {error}") from None
+            raise ConfigError(
+                f"{file}:1", f"the row of column names cannot be read: {error}"
+            ) from None
         for key in self.field_keys:
             name = getattr(self.config, key)
             if name not in header:
                 what = f"there is no column '{name}'; the first row names: {', '.join(header) or 'none'}"
-                raise ConfigError(f"{file}:1", what, f"{nearest(name, header)} Set data.source.{key}.".strip())
+                raise ConfigError(
+                    f"{file}:1", what, f"{nearest(name, header)} Set data.source.{key}.".strip()
+                )
         return header
 
     def _parse_row(self, header: list[str], row: list[str], bad: Bad) -> Record | None:
@@ -178,7 +215,11 @@ class PairSource(FileSource):
             return None
         if len(row) != len(header):
             what = f"the row has {len(row)} cells, and the first row names {len(header)} columns"
-            raise bad("another number of cells than columns", what, "Quote cells that contain the delimiter.")
+            raise bad(
+                "another number of cells than columns",
+                what,
+                "Quote cells that contain the delimiter.",
+            )
         return self.record(dict(zip(header, row, strict=True)), bad)
 
     def record(self, data: dict[str, Any], bad: Bad) -> Record:
@@ -199,11 +240,17 @@ class PairSource(FileSource):
         name, value = getattr(self.config, key), self.value(data, key, bad)
         if not isinstance(value, str):
             what = f"the field '{name}' must be a string, got {type(value).__name__}"
-            raise bad(f"the field '{name}' is no string", what, f"Set data.source.{key}, or write a string.")
+            raise bad(
+                f"the field '{name}' is no string",
+                what,
+                f"Set data.source.{key}, or write a string.",
+            )
         if not value.strip():
             what = f"the field '{name}' is empty"
             raise bad(what, what, "Leave the record out, or fill it.")
-        if "\0" in value or (not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)):
+        if "\0" in value or (
+            not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)
+        ):
             what = f"the field '{name}' is not text: it contains NUL or half a surrogate pair"
             raise bad(f"the field '{name}' is not text", what, "Clean it.")
         return value
@@ -219,7 +266,9 @@ def _refuse_row(error: csv.Error | BadDocumentError, bad: Bad) -> Record | None:
     if isinstance(error, BadDocumentError):
         raise error
     what = f"the row cannot be read: {error}"
-    raise bad("a row that cannot be read", what, 'Quote cells by ", and write a quote in them as "".') from None
+    raise bad(
+        "a row that cannot be read", what, 'Quote cells by ", and write a quote in them as "".'
+    ) from None
 
 
 class _Lines:

@@ -10,7 +10,15 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.core.paths import PathText
 from xscale.data.source.columns import COLUMNAR_SUFFIXES, check_text, is_columnar, row_ranges, rows
 from xscale.data.source.listing import find_files
-from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
+from xscale.data.source.source import (
+    SOURCES,
+    BadDocumentError,
+    ByteRange,
+    Document,
+    FileSource,
+    Source,
+    SourceTraits,
+)
 
 
 @SOURCES.register("parquet", traits=SourceTraits(bounded=True, resumable=True, download=False))
@@ -27,7 +35,13 @@ class Parquet(FileSource):
         @pydantic.field_validator("paths", mode="before")
         @classmethod
         def _path_to_list(cls, value: Any) -> Any:
-            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+            return (
+                (value,)
+                if isinstance(value, str)
+                else tuple(value)
+                if isinstance(value, list)
+                else value
+            )
 
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:
@@ -45,7 +59,9 @@ class Parquet(FileSource):
         paths = find_files(self.config.paths, COLUMNAR_SUFFIXES, key, self.left_out)
         if unknown := [file for file in paths if not is_columnar(file)]:
             fix = f"Name files that end in {' or '.join(COLUMNAR_SUFFIXES)}; for other files take kind: jsonl or text."
-            raise ConfigError([Problem(key, f"'{file}' has another ending", fix) for file in unknown])
+            raise ConfigError(
+                [Problem(key, f"'{file}' has another ending", fix) for file in unknown]
+            )
         return [part for file in paths for part in row_ranges(file)]
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:

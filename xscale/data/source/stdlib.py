@@ -32,12 +32,17 @@ class Stdlib(Source):
         sources = []
         for file in sorted(root.rglob("*.py")):
             folders = file.relative_to(root).parts[:-1]
-            if any(folder in NOT_TEXT or (folder in TESTS and not self.config.tests) for folder in folders):
+            if any(
+                folder in NOT_TEXT or (folder in TESTS and not self.config.tests)
+                for folder in folders
+            ):
                 continue
             sources.append(file)
         if not sources:
             fix = "Choose other text: data.source: {kind: text, paths: [...]}."
-            raise ConfigError("data.source", f"this Python has no standard library as files in {root}", fix)
+            raise ConfigError(
+                "data.source", f"this Python has no standard library as files in {root}", fix
+            )
         return files.split_into_ranges(sources, "data.source", step=None)
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:

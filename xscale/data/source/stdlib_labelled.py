@@ -20,7 +20,8 @@ SHORTEST = 3
 
 
 @SOURCES.register(
-    "stdlib_labelled", traits=SourceTraits(bounded=True, resumable=True, download=False, records="labels")
+    "stdlib_labelled",
+    traits=SourceTraits(bounded=True, resumable=True, download=False, records="labels"),
 )
 class StdlibLabelled(Source):
     """A function or method of a package, without those inside it -> the name of the package."""
@@ -65,4 +66,6 @@ def _package(file: str) -> str:
 def _continues(line: str, indent: int) -> bool:
     """Return whether a line belongs to the function whose definition is indented by `indent`."""
     # A parameter list of several lines ends at the definition's own indentation.
-    return not line.strip() or len(line) - len(line.lstrip()) > indent or line.lstrip().startswith(")")
+    return (
+        not line.strip() or len(line) - len(line.lstrip()) > indent or line.lstrip().startswith(")")
+    )

@@ -22,12 +22,17 @@ NAME = re.compile(r"def[ \t]+(\w+)")
 DOCSTRING = re.compile(r"[rR]?[\"']")
 
 
-@SOURCES.register("stdlib_pairs", traits=SourceTraits(bounded=True, resumable=True, download=False, records="pairs"))
+@SOURCES.register(
+    "stdlib_pairs",
+    traits=SourceTraits(bounded=True, resumable=True, download=False, records="pairs"),
+)
 class StdlibPairs(Source):
     """A function without its docstring -> the docstring's first paragraph (as in Husain et al. 2019, CodeSearchNet)."""
 
     class Config(Source.Config):
-        tasks: tuple[Literal["summary", "name"], ...] = pydantic.Field(default=("summary",), min_length=1)
+        tasks: tuple[Literal["summary", "name"], ...] = pydantic.Field(
+            default=("summary",), min_length=1
+        )
         """summary: a function -> its docstring's first paragraph. name: a function whose name is replaced by `_` -> its
         name. With several tasks each source begins with that of its pair, such as `summary: `, as in T5."""
 
@@ -50,7 +55,9 @@ class StdlibPairs(Source):
         except UnicodeDecodeError:
             return
         for number, line in enumerate(lines):
-            if (definition := DEFINITION.match(line)) and (pair := _pair(lines, number, len(definition[1]))):
+            if (definition := DEFINITION.match(line)) and (
+                pair := _pair(lines, number, len(definition[1]))
+            ):
                 yield from self._documents(f"{name}:{number + 1}", *pair)
 
     def _documents(self, name: str, code: str, summary: str) -> Iterator[Document]:
@@ -61,7 +68,11 @@ class StdlibPairs(Source):
                 target = NAME.search(code)[1]  # type: ignore[index]
                 text = re.sub(rf"\b{target}\b", "_", code)
             several = len(tasks) > 1
-            yield Document(f"{name}:{task}" if several else name, f"{task}: {text}" if several else text, target)
+            yield Document(
+                f"{name}:{task}" if several else name,
+                f"{task}: {text}" if several else text,
+                target,
+            )
 
 
 def _pair(lines: list[str], first: int, indent: int) -> tuple[str, str] | None:
@@ -72,7 +83,9 @@ def _pair(lines: list[str], first: int, indent: int) -> tuple[str, str] | None:
     if body >= len(lines) or not DOCSTRING.match(lines[body].lstrip()):
         return None
     stop = body
-    while stop < len(lines) and (not lines[stop].strip() or len(lines[stop]) - len(lines[stop].lstrip()) > indent):
+    while stop < len(lines) and (
+        not lines[stop].strip() or len(lines[stop]) - len(lines[stop].lstrip()) > indent
+    ):
         stop += 1
     code = lines[first:stop]
     try:

@@ -9,7 +9,15 @@ import pydantic
 import xscale.data.source.files as files
 from xscale.core.paths import PathText
 from xscale.data.source.listing import find_files
-from xscale.data.source.source import SOURCES, BadDocumentError, ByteRange, Document, FileSource, Source, SourceTraits
+from xscale.data.source.source import (
+    SOURCES,
+    BadDocumentError,
+    ByteRange,
+    Document,
+    FileSource,
+    Source,
+    SourceTraits,
+)
 
 
 @SOURCES.register("text", traits=SourceTraits(bounded=True, resumable=True, download=False))
@@ -30,7 +38,13 @@ class Text(FileSource):
         @pydantic.field_validator("paths", "endings", mode="before")
         @classmethod
         def _one_is_a_list(cls, value: Any) -> Any:
-            return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+            return (
+                (value,)
+                if isinstance(value, str)
+                else tuple(value)
+                if isinstance(value, list)
+                else value
+            )
 
         @pydantic.model_validator(mode="after")
         def _separator_fits(self) -> "Text.Config":
@@ -42,12 +56,18 @@ class Text(FileSource):
     def example_in(cls, folder: Path, size: int) -> Source.Config:
         for number in range(32):
             line = f"A line of file {number}.\n"
-            (folder / f"{number}.txt").write_text(line * (size // 32 // len(line) + 1), encoding="utf-8")
+            (folder / f"{number}.txt").write_text(
+                line * (size // 32 // len(line) + 1), encoding="utf-8"
+            )
         return cls.Config(paths=(str(folder),))
 
     def byte_ranges(self) -> list[ByteRange]:
-        paths = find_files(self.config.paths, self.config.endings, "data.source.paths", self.left_out)
-        return files.split_into_ranges(paths, "data.source.paths", *([None] if self.config.document == "file" else []))
+        paths = find_files(
+            self.config.paths, self.config.endings, "data.source.paths", self.left_out
+        )
+        return files.split_into_ranges(
+            paths, "data.source.paths", *([None] if self.config.document == "file" else [])
+        )
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:
         delimiters = {"line": "\n", "paragraph": "\n\n", "separator": self.config.separator}

@@ -3,7 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from xscale.data.tokenizer.tokenizer import TOKENIZERS, UNUSED, Tokenizer, TokenizerTraits, special_tokens
+from xscale.data.tokenizer.tokenizer import (
+    TOKENIZERS,
+    UNUSED,
+    Tokenizer,
+    TokenizerTraits,
+    special_tokens,
+)
 
 MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so that the embedding can be sharded evenly."""
@@ -35,4 +41,8 @@ class Byte(Tokenizer):
         if token < self.first:
             return special_tokens(self.config.sentinels)[token]
         value = self.table[token]
-        return value.decode() if value and value[0] < 128 else (f"<0x{value[0]:02X}>" if value else UNUSED)
+        return (
+            value.decode()
+            if value and value[0] < 128
+            else (f"<0x{value[0]:02X}>" if value else UNUSED)
+        )

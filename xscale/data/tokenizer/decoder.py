@@ -20,7 +20,9 @@ def piece_decoder(decoder: Any) -> Callable[[str], bytes]:
     kinds = {kind for kind, _, _ in steps}
     if "ByteLevel" in kinds:
         table = byte_letters()
-        return lambda piece: b"".join(table.get(letter) or letter.encode("utf-8") for letter in piece)
+        return lambda piece: b"".join(
+            table.get(letter) or letter.encode("utf-8") for letter in piece
+        )
     if not steps:
         return lambda piece: f" {piece}".encode()
     return lambda piece: _bytes(piece, steps, "ByteFallback" in kinds)

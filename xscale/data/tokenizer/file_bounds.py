@@ -45,7 +45,9 @@ def check_bounds(content: Any) -> None:
     if isinstance(model, Mapping):
         for key in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"):
             _require_short(model.get(key), f"model.{key}")
-        _require_at_most(model.get("max_input_chars_per_word"), WORD, "model.max_input_chars_per_word")
+        _require_at_most(
+            model.get("max_input_chars_per_word"), WORD, "model.max_input_chars_per_word"
+        )
     for name in SECTIONS:
         growth = _growth(name, content.get(name))
         if growth > GROWTH:
@@ -62,7 +64,9 @@ def check_ids(ids: Iterator[Any]) -> None:
     """Raise ValueError for an id that is none, or not below `IDS`."""
     for token in ids:
         if type(token) is not int or not 0 <= token < IDS:
-            raise ValueError(f"it has the token id {str(token)[:30]}, and ids are from 0 to {IDS - 1}")
+            raise ValueError(
+                f"it has the token id {str(token)[:30]}, and ids are from 0 to {IDS - 1}"
+            )
 
 
 def companion_ids(name: str, content: Any) -> Iterator[Any]:
@@ -72,13 +76,19 @@ def companion_ids(name: str, content: Any) -> Iterator[Any]:
     if name in ("vocab.json", "added_tokens.json"):
         yield from content.values()
     elif isinstance(decoder := content.get("added_tokens_decoder"), Mapping):
-        yield from (int(key) if str(key).isascii() and str(key).isdigit() else key for key in decoder)
+        yield from (
+            int(key) if str(key).isascii() and str(key).isdigit() else key for key in decoder
+        )
 
 
 def _ids(content: Mapping[str, Any], model: Any) -> Iterator[Any]:
     vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
     added = content.get("added_tokens")
-    tokens = [token.get("id") for token in added if isinstance(token, Mapping)] if isinstance(added, list) else []
+    tokens = (
+        [token.get("id") for token in added if isinstance(token, Mapping)]
+        if isinstance(added, list)
+        else []
+    )
     yield from chain(vocabulary.values() if isinstance(vocabulary, Mapping) else (), tokens)
 
 
@@ -158,7 +168,9 @@ def _entries(processor: Any) -> int:
     for part in _flat(processor, 0):
         for key in ("single", "pair"):
             count += len(entries) if isinstance(entries := part.get(key), list) else 0
-        for token in tokens.values() if isinstance(tokens := part.get("special_tokens"), Mapping) else ():
+        for token in (
+            tokens.values() if isinstance(tokens := part.get("special_tokens"), Mapping) else ()
+        ):
             ids = token.get("ids") if isinstance(token, Mapping) else None
             count += len(ids) if isinstance(ids, list) else 0
     return count

@@ -43,10 +43,17 @@ class HuggingFace(FileTokenizer):
     normalises texts (lower case, spaces) is not lossless, and bits per byte are those of the normalised text."""
 
     FILE = FILE
-    COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+    COMPANIONS = (
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    )
 
     class Config(Tokenizer.Config):
-        vocabulary: int | None = pydantic.Field(default=None, ge=1, le=1 << 24, examples=[DEFAULT_VOCABULARY])
+        vocabulary: int | None = pydantic.Field(
+            default=None, ge=1, le=1 << 24, examples=[DEFAULT_VOCABULARY]
+        )
         """Number of ids, including special tokens and the 256 bytes; null: 8192, or those of an existing file. With a
         file, a larger number pads: the further ids are rows of the model that no text has, as in many models."""
         sample_bytes: int = pydantic.Field(default=16 << 20, ge=1)
@@ -75,7 +82,9 @@ class HuggingFace(FileTokenizer):
         @pydantic.model_validator(mode="after")
         def _enough_to_train(self) -> "HuggingFace.Config":
             if not self.file and (self.vocabulary or 0) < FEWEST:
-                raise ValueError(f"a tokenizer that is trained has at least {FEWEST} ids (`vocabulary`)")
+                raise ValueError(
+                    f"a tokenizer that is trained has at least {FEWEST} ids (`vocabulary`)"
+                )
             return self
 
     @classmethod
@@ -94,9 +103,15 @@ class HuggingFace(FileTokenizer):
         names = dict(zip(("pad", "bos", "eos", "unk", "mask"), SPECIAL_TOKENS, strict=True))
         eos = self._named("eos", config.eos, names["eos"])
         if eos is None:
-            special = [token.content for token in self.processor.get_added_tokens_decoder().values() if token.special]
+            special = [
+                token.content
+                for token in self.processor.get_added_tokens_decoder().values()
+                if token.special
+            ]
             fix = f"Set data.tokenizer.eos; its special tokens: {', '.join(special[:9]) or 'none'}."
-            raise ConfigError(str(self.file), "it has no token </s>, and no end-of-document token is given", fix)
+            raise ConfigError(
+                str(self.file), "it has no token </s>, and no end-of-document token is given", fix
+            )
         self.eos = eos
         pad = self._named("pad", config.pad, names["pad"])
         self.pad = eos if pad is None else pad
@@ -110,7 +125,9 @@ class HuggingFace(FileTokenizer):
         self.fim = self._fim_tokens()
         with foreign_errors(self.file, "its decoder is none that is known"):
             self.table = self._table(data.get("decoder"))
-        self.set_template(hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest(), template.prefix)
+        self.set_template(
+            hashlib.blake2b(f"{eos} {text}".encode(), digest_size=16).hexdigest(), template.prefix
+        )
 
     @classmethod
     def identity(cls, config: Config) -> dict[str, Any]:
@@ -128,13 +145,17 @@ class HuggingFace(FileTokenizer):
             return read_template(data.get("post_processor"))
         except (ValueError, KeyError, TypeError) as error:
             fix = "Mend its section post_processor, or set it to null."
-            raise ConfigError(str(self.file), f"the template of a text cannot be read: {error}", fix) from None
+            raise ConfigError(
+                str(self.file), f"the template of a text cannot be read: {error}", fix
+            ) from None
 
     def _named(self, key: str, configured: str | None, usual: str) -> int | None:
         token: int | None = self.processor.token_to_id(configured or usual)
         if token is None and configured is not None:
             raise ConfigError(
-                f"data.tokenizer.{key}", f"{self.file} has no token '{configured}'", "Give one that it has."
+                f"data.tokenizer.{key}",
+                f"{self.file} has no token '{configured}'",
+                "Give one that it has.",
             )
         return token
 
@@ -151,7 +172,9 @@ class HuggingFace(FileTokenizer):
         added = self.processor.get_added_tokens_decoder().items()
         special = {token.content: number for number, token in added if token.special}
         for pattern in FIM:
-            ids = [special.get(pattern.format(section)) for section in ("prefix", "suffix", "middle")]
+            ids = [
+                special.get(pattern.format(section)) for section in ("prefix", "suffix", "middle")
+            ]
             match ids:
                 case [int(prefix), int(suffix), int(middle)]:
                     return prefix, suffix, middle
@@ -162,7 +185,9 @@ class HuggingFace(FileTokenizer):
             read = piece_decoder(decoder)
         except DecoderError as error:
             fix = "Give one that decodes bytes, subwords or words."
-            raise ConfigError(str(self.file), f"the text of its tokens is unknown: {error}", fix) from None
+            raise ConfigError(
+                str(self.file), f"the text of its tokens is unknown: {error}", fix
+            ) from None
         table = [b""] * self.vocabulary
         for piece, token in self.processor.get_vocab(with_added_tokens=False).items():
             table[token] = read(piece)
@@ -189,7 +214,9 @@ class HuggingFace(FileTokenizer):
 
     def decode(self, tokens: Iterable[int]) -> str:
         with foreign_errors(self.file, CANNOT):
-            text: str = self.processor.decode([int(token) for token in tokens], skip_special_tokens=True)
+            text: str = self.processor.decode(
+                [int(token) for token in tokens], skip_special_tokens=True
+            )
         return text
 
     def token_bytes(self) -> list[bytes]:
@@ -213,7 +240,10 @@ class HuggingFace(FileTokenizer):
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=config.vocabulary, special_tokens=names, initial_alphabet=alphabet, show_progress=False
+            vocab_size=config.vocabulary,
+            special_tokens=names,
+            initial_alphabet=alphabet,
+            show_progress=False,
         )
         tokenizer.train_from_iterator(texts, trainer)
         if (size := tokenizer.get_vocab_size()) < config.vocabulary:
@@ -240,9 +270,13 @@ def _open(file: Path) -> tuple[Any, str]:
         text = read_regular(file).decode()
     except OSError as error:
         what = f"the tokenizer cannot be read: {error.strerror}"
-        raise ConfigError(str(file), what, "Run `xscale data tokenizer`, which trains it.") from None
+        raise ConfigError(
+            str(file), what, "Run `xscale data tokenizer`, which trains it."
+        ) from None
     except UnicodeDecodeError:
-        raise ConfigError(str(file), "this is not a tokenizer.json", "Give one, or leave it out.") from None
+        raise ConfigError(
+            str(file), "this is not a tokenizer.json", "Give one, or leave it out."
+        ) from None
     what = f"this is not a tokenizer.json that tokenizers {tokenizers.__version__} reads"
     fix = "Give one that it reads; training one needs none."
     with foreign_errors(file, what, fix), quiet_panics():

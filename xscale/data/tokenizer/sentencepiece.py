@@ -72,12 +72,16 @@ class SentencePiece(FileTokenizer):
             proto = read_regular(file)
         except OSError as error:
             what = f"the tokenizer cannot be read: {error.strerror}"
-            raise ConfigError(str(file), what, "Run `xscale data tokenizer`, which trains it.") from None
+            raise ConfigError(
+                str(file), what, "Run `xscale data tokenizer`, which trains it."
+            ) from None
         self.processor = sentencepiece.SentencePieceProcessor()
         try:
             self.processor.LoadFromSerializedProto(proto)
         except (RuntimeError, ValueError):
-            raise ConfigError(str(file), "this is not a SentencePiece model", "Train it again.") from None
+            raise ConfigError(
+                str(file), "this is not a SentencePiece model", "Train it again."
+            ) from None
         self.vocabulary = self.processor.GetPieceSize()
         self.is_foreign = bool(config.file) and not self._has_our_specials()
         """Whether it was trained elsewhere: its special ids are its own, and it may change a text."""
@@ -90,7 +94,11 @@ class SentencePiece(FileTokenizer):
         except ValueError as error:
             what = f"this is not a SentencePiece model: a piece is not text ({error})"
             raise ConfigError(str(file), what, "Train it again.") from None
-        template = (self.bos,) if config.file and _companion_adds_bos(file) and self.bos is not None else ()
+        template = (
+            (self.bos,)
+            if config.file and _companion_adds_bos(file) and self.bos is not None
+            else ()
+        )
         self.set_template(hashlib.blake2b(proto, digest_size=16).hexdigest(), template)
 
     @classmethod
@@ -108,7 +116,10 @@ class SentencePiece(FileTokenizer):
     def _has_our_specials(self) -> bool:
         """Whether the model's first ids are those of `special_tokens`."""
         names = special_tokens(0)
-        return self.vocabulary > len(names) and [self._name(token) for token in range(len(names))] == names
+        return (
+            self.vocabulary > len(names)
+            and [self._name(token) for token in range(len(names))] == names
+        )
 
     def _name(self, token: int) -> str:
         try:
@@ -151,10 +162,16 @@ class SentencePiece(FileTokenizer):
             if token >= self.vocabulary or self.processor.IdToPiece(token) != name:
                 what = f"id {token} of this model is not {name}"
                 raise ConfigError(
-                    str(file), what, "Use a model that `xscale data tokenizer` trained with as many sentinels."
+                    str(file),
+                    what,
+                    "Use a model that `xscale data tokenizer` trained with as many sentinels.",
                 )
-        if not all(self.processor.PieceToId(f"<0x{value:02X}>") != self.unk for value in range(256)):
-            raise ConfigError(str(file), "this model has no byte fallback", "Train it with byte_fallback.")
+        if not all(
+            self.processor.PieceToId(f"<0x{value:02X}>") != self.unk for value in range(256)
+        ):
+            raise ConfigError(
+                str(file), "this model has no byte fallback", "Train it with byte_fallback."
+            )
 
     def _bytes(self, token: int) -> bytes:
         if self.processor.IsControl(token) or self.processor.IsUnknown(token):
@@ -272,12 +289,25 @@ def _refusal(config: Any, message: str) -> ConfigError:
     if at_most:
         limit = int(at_most.group(1))
         return ConfigError(
-            path, f"the text is too short for {config.vocabulary} pieces", f"At most {limit} would work."
+            path,
+            f"the text is too short for {config.vocabulary} pieces",
+            f"At most {limit} would work.",
         )
     if at_least:
         need = int(at_least.group(1))
-        return ConfigError(path, f"{config.vocabulary} ids are too few", f"The characters alone need more than {need}.")
+        return ConfigError(
+            path,
+            f"{config.vocabulary} ids are too few",
+            f"The characters alone need more than {need}.",
+        )
     # The library names the line of its source and the condition in it, which help nobody.
-    reason = re.sub(r"^.*?src/\S+\s*|\[[^\]]*\]\s*", "", message.strip())[-300:] or "the library does not say why"
-    fix = "Try another data.tokenizer.vocabulary, or data.tokenizer.kind=byte, which is not trained."
-    return ConfigError("data.tokenizer", f"SentencePiece cannot be trained on this text: {reason}", fix)
+    reason = (
+        re.sub(r"^.*?src/\S+\s*|\[[^\]]*\]\s*", "", message.strip())[-300:]
+        or "the library does not say why"
+    )
+    fix = (
+        "Try another data.tokenizer.vocabulary, or data.tokenizer.kind=byte, which is not trained."
+    )
+    return ConfigError(
+        "data.tokenizer", f"SentencePiece cannot be trained on this text: {reason}", fix
+    )

@@ -39,7 +39,10 @@ def read_template(post_processor: Any) -> Template:
         raise ValueError(f"its template of one text has the text {len(places)} times")
     ids = [_ids(part, post_processor["special_tokens"]) for part in post_processor["single"]]
     before, after = ids[: places[0]], ids[places[0] + 1 :]
-    return Template(tuple(token for part in before for token in part), tuple(token for part in after for token in part))
+    return Template(
+        tuple(token for part in before for token in part),
+        tuple(token for part in after for token in part),
+    )
 
 
 def _ids(part: Mapping[str, Any], special_tokens: Mapping[str, Any]) -> Sequence[int]:
@@ -80,10 +83,16 @@ def with_prefix(post_processor: Any, tokens: Sequence[tuple[str, int]]) -> Any:
         post_processor = _as_template(post_processor)
     elif kind != "TemplateProcessing":
         text = [_sequence("A", 0)]
-        template = {"type": "TemplateProcessing", "single": text, "pair": [*text, _sequence("B", 1)]}
+        template = {
+            "type": "TemplateProcessing",
+            "single": text,
+            "pair": [*text, _sequence("B", 1)],
+        }
         added = with_prefix({**template, "special_tokens": {}}, tokens)
         # Byte-level files mend offsets in a post-processor that adds nothing.
-        return added if kind is None else {"type": "Sequence", "processors": [post_processor, added]}
+        return (
+            added if kind is None else {"type": "Sequence", "processors": [post_processor, added]}
+        )
     before = [_special(text, 0) for text, _ in tokens]
     names = dict(post_processor["special_tokens"])
     names |= {text: {"id": text, "ids": [token], "tokens": [text]} for text, token in tokens}
@@ -121,4 +130,7 @@ def _sequence(name: str, number: int) -> dict[str, Any]:
 def file_with_prefix(text: str, tokens: Sequence[tuple[str, int]]) -> str:
     """Return the text of a tokenizer.json whose template begins with `tokens` (text, id), and with nothing else."""
     data = decode_json(text)
-    return json.dumps({**data, "post_processor": with_prefix(data.get("post_processor"), tokens)}, ensure_ascii=False)
+    return json.dumps(
+        {**data, "post_processor": with_prefix(data.get("post_processor"), tokens)},
+        ensure_ascii=False,
+    )

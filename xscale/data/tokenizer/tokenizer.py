@@ -107,7 +107,9 @@ class Tokenizer:
         if add_bos and not template:
             if self.bos is None:
                 fix = "Name it (data.tokenizer.bos), or leave add_bos out."
-                raise ConfigError("data.tokenizer.add_bos", "the tokenizer has no beginning-of-text token", fix)
+                raise ConfigError(
+                    "data.tokenizer.add_bos", "the tokenizer has no beginning-of-text token", fix
+                )
             template = (self.bos,)
         self.prefix = template if add_bos else ()
         self.text_fingerprint = self.fingerprint = fingerprint
@@ -188,7 +190,9 @@ class Tokenizer:
     @cached_property
     def _special_names(self) -> tuple[dict[str, int], "re.Pattern[str]"]:
         """Ids of the special tokens by name, and a pattern that matches the longest name at a place."""
-        names = {self.piece(token): token for token, data in enumerate(self.token_bytes()) if not data}
+        names = {
+            self.piece(token): token for token, data in enumerate(self.token_bytes()) if not data
+        }
         names.pop(UNUSED, None)
         longest_first = sorted(names, key=len, reverse=True)
         return names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -199,10 +203,16 @@ class Tokenizer:
         Tokens of the bytes of one character all have that character. A tokenizer that is not lossless overrides this.
         """
         ids, table = self.encode(text), self.token_bytes()
-        characters = [index for index, character in enumerate(text) for _ in character.encode("utf-8")]
+        characters = [
+            index for index, character in enumerate(text) for _ in character.encode("utf-8")
+        ]
         ends = list(accumulate((len(table[token]) for token in ids), initial=0))
         assert ends[-1] == len(characters), "the tokens are not the text"
-        spans = [(characters[start], characters[stop - 1] + 1) for start, stop in pairwise(ends) if stop > start]
+        spans = [
+            (characters[start], characters[stop - 1] + 1)
+            for start, stop in pairwise(ends)
+            if stop > start
+        ]
         assert len(spans) == len(ids), "a token of no text"
         return ids, spans
 
@@ -257,7 +267,9 @@ class FileTokenizer(Tokenizer):
         pairs = [(self.file, folder / self.FILE)]
         pairs += [(self.file.with_name(name), folder / name) for name in self.COMPANIONS]
         for source, copy in pairs:
-            if (source == self.file or source.is_file()) and not (copy.exists() and copy.samefile(source)):
+            if (source == self.file or source.is_file()) and not (
+                copy.exists() and copy.samefile(source)
+            ):
                 write_atomically(copy, read_regular(source))
 
     @classmethod

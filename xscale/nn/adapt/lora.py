@@ -57,7 +57,9 @@ class Lora(Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
         if self.training and self.dropout:
-            dims: tuple[Axis, ...] = ("batch", "tokens", self.inputs) if x.ndim == 3 else ("tokens", self.inputs)
+            dims: tuple[Axis, ...] = (
+                ("batch", "tokens", self.inputs) if x.ndim == 3 else ("tokens", self.inputs)
+            )
             x = self.random.dropout(x, self.dropout, dims)
         return self.scale * F.linear(F.linear(x, self.use(self.a)), self.use(self.b))
 
@@ -69,14 +71,20 @@ class Lora(Module):
 
 def lora_paths(model: nn.Module, pattern: str) -> list[str]:
     """Return the paths of the linear maps that a pattern matches."""
-    return [path for path, module in model.named_modules() if isinstance(module, Linear) and fnmatchcase(path, pattern)]
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, Linear) and fnmatchcase(path, pattern)
+    ]
 
 
 def add_lora(model: nn.Module, config: LoraConfig) -> None:
     """Add LoRA to a model on meta and freeze its other parameters, except those of heads of classes."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    for path in dict.fromkeys(path for pattern in config.match for path in lora_paths(model, pattern)):
+    for path in dict.fromkeys(
+        path for pattern in config.match for path in lora_paths(model, pattern)
+    ):
         linear = model.get_submodule(path)
         assert isinstance(linear, Linear)
         linear.lora = Lora(linear, config)
@@ -88,7 +96,9 @@ def add_lora(model: nn.Module, config: LoraConfig) -> None:
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights by name of a model on one device without LoRA: W + (alpha / r) B A."""
-    weights = {name: value.detach().clone() for name, value in model.named_parameters() if MARK not in name}
+    weights = {
+        name: value.detach().clone() for name, value in model.named_parameters() if MARK not in name
+    }
     for path, module in model.named_modules():
         if isinstance(module, Linear) and isinstance(module.lora, Lora):
             weight = weights[f"{path}.weight"]

@@ -44,7 +44,9 @@ def apply_mup(model: nn.Module, mup: MupConfig, width: int, init_std: float) -> 
     ratio = width / mup.base_width
     depths = {len(stack.blocks) for stack in model.modules() if isinstance(stack, Stack)}
     # Standard deviations that do not depend on a parameter's sizes: those of `Dims.init` and `Dims.residual_init`.
-    constants = frozenset(round(std, 12) for std in (init_std, *(init_std / (2 * depth) ** 0.5 for depth in depths)))
+    constants = frozenset(
+        round(std, 12) for std in (init_std, *(init_std / (2 * depth) ** 0.5 for depth in depths))
+    )
     square, outputs = _maps_of_heads(model)
     for module in model.modules():
         _set_multipliers(module, mup, ratio)
@@ -71,13 +73,17 @@ def _set_multipliers(module: nn.Module, mup: MupConfig, ratio: float) -> None:
 
 def _set_rule_of_outputs(module: Module, name: str, ratio: float, *, is_constant: bool) -> None:
     """Set the rule of a matrix from the width to a few experts or classes, unless its start depends on the width."""
-    if module.axes[name] == ("state", "width") and (is_constant or module.init[name].kind == "zeros"):
+    if module.axes[name] == ("state", "width") and (
+        is_constant or module.init[name].kind == "zeros"
+    ):
         _set_rule(module, name, ratio, 1 / ratio)
 
 
 def _maps_of_heads(model: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
     """Return the maps from the width to itself before a head, and those of classifiers to their classes."""
-    square: set[nn.Module] = {module.dense for module in model.modules() if isinstance(module, HeadTransform)}
+    square: set[nn.Module] = {
+        module.dense for module in model.modules() if isinstance(module, HeadTransform)
+    }
     heads = [module for module in model.modules() if isinstance(module, ClassHead)]
     square |= {head.dense for head in heads if head.dense is not None}
     return square, {head.classes for head in heads}
@@ -104,10 +110,16 @@ def check_mup(model: nn.Module, config: Any, path: str) -> list[Problem]:
         for key, what in _SCALINGS.items()
         if getattr(config, key, False)
     ]
-    mixers = [module for module in model.modules() if isinstance(module, Mixer) and type(module) is not Attention]
+    mixers = [
+        module
+        for module in model.modules()
+        if isinstance(module, Mixer) and type(module) is not Attention
+    ]
     if mixers:
         what = f"has no rule for the mixer {mixers[0].path} ({type(mixers[0]).__name__})"
-        problems.append(Problem(f"{path}.mup", what, "Or take the mixer attention.", choices=without))
+        problems.append(
+            Problem(f"{path}.mup", what, "Or take the mixer attention.", choices=without)
+        )
     unruled = list(_without_rule(model))
     if unruled and not mixers:
         more = f" and {len(unruled) - LISTED} more" if len(unruled) > LISTED else ""
@@ -127,4 +139,8 @@ _SCALINGS = {
 def _without_rule(model: nn.Module) -> Iterator[str]:
     """Full names of the trained parameters that have no width ratio."""
     ratios = parameter_width_ratios(model)
-    return (name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in ratios)
+    return (
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and name not in ratios
+    )

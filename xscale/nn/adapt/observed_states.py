@@ -19,7 +19,11 @@ def attentions_of(stack: Stack) -> dict[int, Attention]:
     """Return the one self-attention of each block; a block without one, or with several, is left out."""
     by_layer = {}
     for layer, block in stack.blocks.items():
-        mixers = [module for module in block.modules() if isinstance(module, Attention) and not module.cross]
+        mixers = [
+            module
+            for module in block.modules()
+            if isinstance(module, Attention) and not module.cross
+        ]
         if len(mixers) == 1:
             by_layer[int(layer)] = mixers[0]
     return by_layer
@@ -44,7 +48,11 @@ class ObservedBlocks:
         result = self.run(block, x, tokens, *inputs)
         if isinstance(result, tuple):
             return tokens.forward.states.hidden(layer, result[0], tokens), *result[1:]
-        return tokens.forward.states.hidden(layer, result, tokens) if isinstance(result, Tensor) else result
+        return (
+            tokens.forward.states.hidden(layer, result, tokens)
+            if isinstance(result, Tensor)
+            else result
+        )
 
 
 @dataclass(frozen=True)
@@ -66,17 +74,27 @@ class ObservedScores:
     layer: int
     attend: Callable[..., Tensor]
 
-    def __call__(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def __call__(
+        self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> Tensor:
         """Return the heads' outputs [B, H, T, K]."""
         o = self.attend(x, tokens, q, k, v, mask)
         return (
-            o if tokens.forward.states is None else _hand_on(tokens.forward.states, self.layer, q, k, mask, o, tokens)
+            o
+            if tokens.forward.states is None
+            else _hand_on(tokens.forward.states, self.layer, q, k, mask, o, tokens)
         )
 
 
 @eager
 def _hand_on(
-    states: InnerStates, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens
+    states: InnerStates,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    mask: AttentionMask,
+    o: Tensor,
+    tokens: Tokens,
 ) -> Tensor:
     """Return what the states make of the heads' outputs o [B, H, T, K].
 

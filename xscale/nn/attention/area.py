@@ -47,7 +47,9 @@ class Area(Core):
             # A query sees an area if it sees all its tokens.
             allowed = [mask.allowed.unfold(-1, size, 1).all(-1) for size in sizes]
             hidden = ~torch.cat(allowed, -1).to(q.device)
-        return dense_attention(q, keys, values, hidden, lambda weights: self.drop_weights(weights, mask))
+        return dense_attention(
+            q, keys, values, hidden, lambda weights: self.drop_weights(weights, mask)
+        )
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         areas = sum(keys - smaller for smaller in range(min(self.max_area_size, keys)))

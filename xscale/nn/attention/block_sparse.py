@@ -34,7 +34,12 @@ from xscale.nn.pattern.fixed import Fixed
 from xscale.nn.pattern.grid import Grid
 from xscale.nn.pattern.pattern import PATTERNS, Pattern, check_pattern, pattern_layout
 from xscale.nn.roles import Role, Seams
-from xscale_kernels.block_sparse_attention import IMPLEMENTATIONS, BlockLayout, block_sparse_attention, layout_from_mask
+from xscale_kernels.block_sparse_attention import (
+    IMPLEMENTATIONS,
+    BlockLayout,
+    block_sparse_attention,
+    layout_from_mask,
+)
 from xscale_kernels.select import choose, log_choice
 
 
@@ -105,7 +110,9 @@ class BlockSparse(Core):
         return not self.causal and self.pattern.counts_blocks
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        assert mask.causal or mask.queries == mask.keys, "a pattern over two sequences of different lengths"
+        assert mask.causal or mask.queries == mask.keys, (
+            "a pattern over two sequences of different lengths"
+        )
         dropout = mask.dropout if self.training else 0.0
         grid = self._grid(mask, q.shape[1], 0)
         implementation = self._implementation(q, mask, dropout, grid)
@@ -115,7 +122,9 @@ class BlockSparse(Core):
             return self._fused(q, k, v, mask, grid)
         if implementation == "flex":
             layouts = partial(self.pattern.masked_layouts, grid)
-            blocks = self._flex.pattern_blocks(layouts, grid, q.device, packed=mask.query_documents is not None)
+            blocks = self._flex.pattern_blocks(
+                layouts, grid, q.device, packed=mask.query_documents is not None
+            )
             return self._flex.attend(q, k, v, mask, blocks, self.sink_logits())
         return self._gather(q, k, v, mask, dropout)
 
@@ -131,7 +140,10 @@ class BlockSparse(Core):
         """Return what computes a call: kernel, flex, gather or all scores. ConfigError where a named flex cannot."""
         wanted, terms = self.config.implementation, mask.position_terms
         if terms is not None and terms.adds_values and terms.tables(q) is None:
-            by_torch, not_by_gather = "all scores", "it takes terms of the output by distance, and no others"
+            by_torch, not_by_gather = (
+                "all scores",
+                "it takes terms of the output by distance, and no others",
+            )
         elif dropout or mask.queries != mask.keys or (wanted == "auto" and not q.is_cuda):
             return "gather"
         else:
@@ -152,7 +164,10 @@ class BlockSparse(Core):
             # Without a fused kernel, FlexAttention computes all scores.
             if q.is_cuda and no_flex is None:
                 return "flex"
-            refused += [("kernel", no_kernel), ("flex", no_flex or "it computes all scores on a CPU")]
+            refused += [
+                ("kernel", no_kernel),
+                ("flex", no_flex or "it computes all scores on a CPU"),
+            ]
         if not_by_gather:
             refused.append(("gather", not_by_gather))
         log_choice("attention of the core block_sparse", by_torch, refused)
@@ -167,7 +182,11 @@ class BlockSparse(Core):
         # FlexAttention's tables have a column for each distance, for each query or key.
         reach = terms.position.reach
         is_short = reach is not None and reach * (1 if mask.causal else 2) < mask.keys
-        return None if is_short else "its tables of all distances would grow with the square of the length"
+        return (
+            None
+            if is_short
+            else "its tables of all distances would grow with the square of the length"
+        )
 
     def _why_not_kernel(self, q: Tensor, mask: AttentionMask, grid: Grid) -> str | None:
         """Return why the fused operator does not support a call; None if it does."""
@@ -192,7 +211,9 @@ class BlockSparse(Core):
             token_masks = self.pattern.masked_layouts(grid)
             self._layouts[key] = None
             if all(options is None for _, options in token_masks):
-                block_mask = torch.from_numpy(np.logical_or.reduce([layout for layout, _ in token_masks]))
+                block_mask = torch.from_numpy(
+                    np.logical_or.reduce([layout for layout, _ in token_masks])
+                )
                 self._layouts[key] = layout_from_mask(block_mask.to(device), self.config.block)
         return self._layouts[key]
 
@@ -216,7 +237,9 @@ class BlockSparse(Core):
             sinks=self.sink_logits(),
         )
 
-    def _gather(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    def _gather(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float
+    ) -> Tensor:
         block = self.config.block
         single = mask.queries == 1 and mask.causal
         # Query blocks are aligned with key blocks; a single query is a block of its own.
@@ -232,7 +255,9 @@ class BlockSparse(Core):
         block_mask = replace(block_mask, token_masks=token_masks, first_query=first_query)
         bias = None
         if mask.relative_bias is not None:
-            offsets = RelativeBias.offsets(first_query, queries.shape[2], size, keys.shape[2] * block)
+            offsets = RelativeBias.offsets(
+                first_query, queries.shape[2], size, keys.shape[2] * block
+            )
             bias = mask.relative_bias(torch.arange(offsets.start, offsets.stop, device=q.device))
         elif (by_pair := self._bias_by_pair(q, k, mask)) is not None:
             bias = _pad(_pad(by_pair, 2, before, size), 3, 0, block)
@@ -241,7 +266,9 @@ class BlockSparse(Core):
         first_head = self.random.offset("heads")
         options = ScoreOptions(q.shape[-1] ** -0.5, self.config.soft_cap, dropout, seed, first_head)
         tables: list[Tensor | None] = []
-        if (terms := mask.position_terms) is not None and (tables_of := terms.tables(q)) is not None:
+        if (terms := mask.position_terms) is not None and (
+            tables_of := terms.tables(q)
+        ) is not None:
             seen = plan.distances(size, block)
             first, stop = seen.start - first_query, seen.stop - first_query
             if (reach := terms.position.reach) is not None:
@@ -250,7 +277,9 @@ class BlockSparse(Core):
             tables = [None if rows[name] is None else upcast(rows[name]) for name in NAMES]
             options = replace(options, terms=TermPlaces(first, first_query, size, block))
         sinks = self.sink_logits()
-        out: Tensor = gathered_attention(queries, keys, values, plan, block_mask, options, bias, tables, sinks)
+        out: Tensor = gathered_attention(
+            queries, keys, values, plan, block_mask, options, bias, tables, sinks
+        )
         return out.flatten(2, 3)[:, :, before : before + mask.queries]  # [B, H, T, K]
 
     def _all_scores(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
@@ -261,7 +290,9 @@ class BlockSparse(Core):
         j = torch.arange(mask.keys, device=q.device)
         seen = torch.zeros(1, mask.queries, mask.keys, dtype=torch.bool, device=q.device)
         for layout, token_mask in self.pattern.masked_layouts(grid):
-            blocks = torch.from_numpy(layout.copy()).to(q.device)[:, i // self.config.block - first_row]
+            blocks = torch.from_numpy(layout.copy()).to(q.device)[
+                :, i // self.config.block - first_row
+            ]
             shown = blocks[:, :, j // self.config.block]  # [H or 1, T, S]
             seen = seen | (shown if token_mask is None else shown & token_mask(i[:, None], j[None]))
         scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5
@@ -291,7 +322,9 @@ class BlockSparse(Core):
             row_count=rows,
         )
 
-    def _plan(self, grid: Grid, device: torch.device, single: bool = False) -> tuple[BlockPlan, TokenMasks]:
+    def _plan(
+        self, grid: Grid, device: torch.device, single: bool = False
+    ) -> tuple[BlockPlan, TokenMasks]:
         """Return the block plan (cached for the most recent shapes) and the token masks to evaluate at each call.
 
         A `single` query has a new position in its block at each call, so it evaluates the token masks; whole blocks
@@ -304,14 +337,18 @@ class BlockSparse(Core):
             self._plans[key] = self.build_plan(grid, device, single)
         return self._plans[key]
 
-    def build_plan(self, grid: Grid, device: torch.device, single: bool) -> tuple[BlockPlan, TokenMasks]:
+    def build_plan(
+        self, grid: Grid, device: torch.device, single: bool
+    ) -> tuple[BlockPlan, TokenMasks]:
         """Return what `_plan` keeps. A seam: its tiles depend on data, also where a step is simulated without any."""
         masked_layouts = self.pattern.masked_layouts(grid)
         layout = np.logical_or.reduce([layout for layout, _ in masked_layouts])
         token_masks: TokenMasks = ()
         # Without any token mask, only the union of the layouts matters.
         if any(token_mask is not None for _, token_mask in masked_layouts):
-            token_masks = tuple((torch.from_numpy(layout.copy()), mask) for layout, mask in masked_layouts)
+            token_masks = tuple(
+                (torch.from_numpy(layout.copy()), mask) for layout, mask in masked_layouts
+            )
         if single:
             on_device = tuple((layout.to(device), token_mask) for layout, token_mask in token_masks)
             return plan_blocks(layout, device), on_device
@@ -319,11 +356,19 @@ class BlockSparse(Core):
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         mask = AttentionMask(
-            queries=queries, keys=keys, causal=self.causal, offset=keys - queries if self.causal else 0
+            queries=queries,
+            keys=keys,
+            causal=self.causal,
+            offset=keys - queries if self.causal else 0,
         )
-        plan, _ = self._plan(self._grid(mask, heads, mask.offset // self.config.block), torch.device("cpu"))
+        plan, _ = self._plan(
+            self._grid(mask, heads, mask.offset // self.config.block), torch.device("cpu")
+        )
         size = 1 if mask.causal and queries == 1 else self.config.block
-        blocks = sum(bucket.columns.numel() * (heads if bucket.heads is None else 1) for bucket in plan.buckets)
+        blocks = sum(
+            bucket.columns.numel() * (heads if bucket.heads is None else 1)
+            for bucket in plan.buckets
+        )
         return 2.0 * blocks * size * self.config.block * head_width
 
 
@@ -340,17 +385,28 @@ def _split(x: Tensor, dim: int, size: int) -> Tensor:
     return x.view(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
 
 
-def _in_block_mask(q: Tensor, mask: AttentionMask, block: int, size: int, before: int) -> InBlockMask:
+def _in_block_mask(
+    q: Tensor, mask: AttentionMask, block: int, size: int, before: int
+) -> InBlockMask:
     """Build the mask inside blocks of `size` queries, of which the first `before` are padding."""
     causal = None
     if mask.causal:
-        position = torch.arange(size, device=q.device) if size == block else q.new_full((1,), mask.offset % block)
+        position = (
+            torch.arange(size, device=q.device)
+            if size == block
+            else q.new_full((1,), mask.offset % block)
+        )
         future = torch.arange(block, device=q.device)[None, :] > position[:, None]  # [Q, b]
         dtype = torch.promote_types(q.dtype, torch.float32)
-        causal = torch.zeros(future.shape, dtype=dtype, device=q.device).masked_fill_(future, float("-inf"))
+        causal = torch.zeros(future.shape, dtype=dtype, device=q.device).masked_fill_(
+            future, float("-inf")
+        )
     if mask.query_documents is None:
         return InBlockMask(causal, 0 if mask.causal else mask.keys % block)
     assert mask.key_documents is not None
     queries = _split(_pad(mask.query_documents.long(), 1, before, size), 1, size)
     keys = _split(_pad(mask.key_documents.long(), 1, 0, block, PADDING_DOCUMENT), 1, block)
-    return InBlockMask(causal, documents=DocumentMask.of(queries, keys, torch.promote_types(q.dtype, torch.float32)))
+    return InBlockMask(
+        causal,
+        documents=DocumentMask.of(queries, keys, torch.promote_types(q.dtype, torch.float32)),
+    )

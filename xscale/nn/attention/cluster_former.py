@@ -20,7 +20,12 @@ from torch.nn import Parameter
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks
 from xscale.nn.attention.ops.dense import masked_softmax, repeat_kv, upcast
-from xscale.nn.attention.ops.kmeans import centroid_scores, centroid_sums, chain_centroids, normalize_points
+from xscale.nn.attention.ops.kmeans import (
+    centroid_scores,
+    centroid_sums,
+    chain_centroids,
+    normalize_points,
+)
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.axes import Axis
 from xscale.nn.dims import Dims
@@ -95,18 +100,26 @@ class ClusterFormer(Core):
         assert self.config.points == "keys", "the mixer cluster_former calls `attend`"
         return self.attend(q, k, v, repeat_kv(upcast(k), q.shape[1]), mask)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, points: Tensor, mask: AttentionMask) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, points: Tensor, mask: AttentionMask
+    ) -> Tensor:
         """Attend within chunks of tokens sorted by the clusters of `points`, [B, H, S, K] or [B, 1, S, D]."""
         assert not mask.causal
         assert mask.queries == mask.keys
         centroids = self.use(self.centroids).to(upcast(q).dtype)
         points = normalize_points(points.detach())
-        order = centroid_scores(points, centroids).argmax(-1).argsort(dim=-1, stable=True)  # [B, H or 1, S]
+        order = (
+            centroid_scores(points, centroids).argmax(-1).argsort(dim=-1, stable=True)
+        )  # [B, H or 1, S]
         k, values = repeat_kv(upcast(k), q.shape[1]), repeat_kv(upcast(v), q.shape[1])
         size = min(self.config.chunk_length, k.shape[2])
         index = order[..., None].expand_as(k)
-        rows, keys, values = (split_chunks(x.gather(2, index), 2, size) for x in (upcast(q), k, values))
-        empty = torch.arange(keys.shape[2] * size, device=q.device).view(-1, 1, size) >= k.shape[2]  # [N, 1, C]
+        rows, keys, values = (
+            split_chunks(x.gather(2, index), 2, size) for x in (upcast(q), k, values)
+        )
+        empty = (
+            torch.arange(keys.shape[2] * size, device=q.device).view(-1, 1, size) >= k.shape[2]
+        )  # [N, 1, C]
         sorted_out = masked_softmax(rows @ keys.mT * q.shape[-1] ** -0.5, empty) @ values
         inverse_order = order.argsort(-1)[..., None].expand_as(k)
         out = sorted_out.flatten(2, 3)[:, :, : k.shape[2]].gather(2, inverse_order)
@@ -135,11 +148,16 @@ class ClusterFormer(Core):
         if self.memory is not None:
             sums = sums + means[f"{self.path}/memory"]
         sums = sums / present
-        if self.memory is not None and round(sums[..., -1].mean().item()) < self.config.update_every:
+        if (
+            self.memory is not None
+            and round(sums[..., -1].mean().item()) < self.config.update_every
+        ):
             weights.write(self.memory.sums, sums)
             return
         counts = sums[..., -1:]
-        moved = torch.where(counts > 0, sums[..., :-1] / counts, means[f"{self.path}/centroids"] / present)
+        moved = torch.where(
+            counts > 0, sums[..., :-1] / counts, means[f"{self.path}/centroids"] / present
+        )
         weights.write(self.centroids, chain_centroids(moved))
         if self.memory is not None:
             weights.update(self.memory.sums, torch.zeros_like)
@@ -148,5 +166,7 @@ class ClusterFormer(Core):
         size = min(self.config.chunk_length, keys)
         padded = -(-keys // size) * size
         clustered = keys * self.config.clusters
-        labels = clustered * (heads * head_width if self.config.points == "keys" else self.centroids.shape[2])
+        labels = clustered * (
+            heads * head_width if self.config.points == "keys" else self.centroids.shape[2]
+        )
         return float(labels + heads * head_width * 2 * padded * size)

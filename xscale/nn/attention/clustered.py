@@ -72,7 +72,9 @@ class Clustered(Core):
         top_keys = scores.detach().topk(top, -1).indices  # [B, H, C, J]
         return self._improved(q, k, values, weights, label, top_keys).to(v.dtype)
 
-    def _improved(self, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, label: Tensor, top_indices: Tensor) -> Tensor:
+    def _improved(
+        self, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, label: Tensor, top_indices: Tensor
+    ) -> Tensor:
         top, top_weights = top_indices.shape[-1], weights.gather(-1, top_indices)  # [B, H, C, J]
         # Every query of a cluster takes the cluster's attention to all other keys.
         from_other_keys = weights.scatter(-1, top_indices, 0.0) @ v
@@ -100,7 +102,9 @@ class Clustered(Core):
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         config = self.config
         count, top = min(config.clusters, queries), min(config.top_k, keys)
-        lloyd = queries * (head_width * config.bits + (2 * config.iterations + 1) * count * config.bits)
+        lloyd = queries * (
+            head_width * config.bits + (2 * config.iterations + 1) * count * config.bits
+        )
         return float(heads * (lloyd + 2 * head_width * (count * keys + queries * top)))
 
 

@@ -155,7 +155,9 @@ class Core(Part, PostStepState):
         """Whether a core of this config has `layer_tables`."""
         return False
 
-    def prefers_relative_bias(self, position: Position, q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
+    def prefers_relative_bias(
+        self, position: Position, q: Tensor, k: Tensor, mask: AttentionMask
+    ) -> bool:
         """Return whether the bias of the position on q [B, H, T, K] and k [B, G, S, K] is better given by distance,
         though the core also takes it by pair."""
         return False
@@ -205,7 +207,9 @@ class Core(Part, PostStepState):
             return []
         kind = str(self.Config.kind)
         choices = take(1) + instead("core", kind, CORES.able(per_head=True))
-        return [Problem(path, f"core '{kind}' mixes heads, so tp cannot shard them", choices=choices)]
+        return [
+            Problem(path, f"core '{kind}' mixes heads, so tp cannot shard them", choices=choices)
+        ]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Attend: q [B, H, T, K], k and v [B, G, S, K] with G dividing H -> [B, H, T, K]."""
@@ -247,7 +251,9 @@ def share_layer_tables(blocks: Iterable[nn.Module], parts: type[Module] = Core) 
     The caller owns it, so that its parameters have one name and belong to no block. The parts only refer to it.
     """
     owner: Module | None = None
-    for part in [module for block in blocks for module in block.modules() if isinstance(module, parts)]:
+    for part in [
+        module for block in blocks for module in block.modules() if isinstance(module, parts)
+    ]:
         tables = getattr(part, "layer_tables", None)
         if tables is not None:
             owner = owner or tables

@@ -57,13 +57,22 @@ class Delta(Core):
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         gate = upcast(self.use(self.gate))
-        strength = torch.sigmoid((upcast(k) * gate[:, None, :-1]).sum(-1) + gate[:, None, -1])  # [B, H, S]
+        strength = torch.sigmoid(
+            (upcast(k) * gate[:, None, :-1]).sum(-1) + gate[:, None, -1]
+        )  # [B, H, S]
         kernel = self.kernel_choices.get("delta_rule")
         fq, fk = (self._map(upcast(x)) for x in (q, k))
         rule = DeltaRule(
-            F.pad(fq, (0, 0, mask.offset, 0)), fk, upcast(v), strength, documents=mask.key_documents, kernel=kernel
+            F.pad(fq, (0, 0, mask.offset, 0)),
+            fk,
+            upcast(v),
+            strength,
+            documents=mask.key_documents,
+            kernel=kernel,
         )
-        out, _ = rule.outputs_and_state(None if mask.carried_state is None else mask.carried_state(rule))
+        out, _ = rule.outputs_and_state(
+            None if mask.carried_state is None else mask.carried_state(rule)
+        )
         return out[:, :, mask.offset :].to(v.dtype)
 
     def _map(self, x: Tensor) -> Tensor:
@@ -77,4 +86,6 @@ class Delta(Core):
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         features = 2 * self.config.nu * head_width
-        return float(heads * keys * (CHUNK * (2 * features + head_width) + 3 * features * head_width))
+        return float(
+            heads * keys * (CHUNK * (2 * features + head_width) + 3 * features * head_width)
+        )

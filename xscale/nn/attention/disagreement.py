@@ -27,7 +27,9 @@ from xscale.nn.roles import Role, Seams
 @CORES.register(
     "disagreement",
     traits=replace(SCORES, context=(), exact=True),
-    deviations=("Each term is the mean over the tokens of a micro-batch; the paper does not say how it adds them up.",),
+    deviations=(
+        "Each term is the mean over the tokens of a micro-batch; the paper does not say how it adds them up.",
+    ),
 )
 class Disagreement(Softmax):
     reads_bias: ClassVar[bool] = True
@@ -54,7 +56,9 @@ class Disagreement(Softmax):
             return o
         return attach(o, self.disagreement_loss(q, k, v, o, mask), mask.aux_loss_weight)
 
-    def disagreement_loss(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, mask: AttentionMask) -> Tensor:
+    def disagreement_loss(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, mask: AttentionMask
+    ) -> Tensor:
         """Return the weighted sum of the terms of all heads, of all ranks."""
         config, loss = self.config, o.new_zeros((), dtype=upcast(o).dtype)
         if config.subspace_weight:
@@ -65,7 +69,9 @@ class Disagreement(Softmax):
                 self.attention_weights(q, k, mask), mask.query_padding
             )
         if config.output_weight:
-            loss = loss + config.output_weight * self.similarity(F.normalize(upcast(o), dim=-1), mask.query_padding)
+            loss = loss + config.output_weight * self.similarity(
+                F.normalize(upcast(o), dim=-1), mask.query_padding
+            )
         return loss
 
     def similarity(self, x: Tensor, padding: Tensor | None) -> Tensor:

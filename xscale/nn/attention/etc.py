@@ -82,7 +82,11 @@ class Etc(Core):
 
     @classmethod
     def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
-        linked = {"labels": config.labels == "structure", "hard_g2l": config.hard_g2l, "hard_l2g": config.hard_l2g}
+        linked = {
+            "labels": config.labels == "structure",
+            "hard_g2l": config.hard_g2l,
+            "hard_l2g": config.hard_l2g,
+        }
         fix = "Or give segment_length, or take the mixer etc with sentence_end."
         problems = super().check(config, dims, path)
         return problems + [
@@ -125,7 +129,9 @@ class Etc(Core):
         count = min(self.config.global_tokens, mask.keys)
         q, k, v = _upcast(*of_long)
         labelled = q @ self.use(self.labels).to(q.dtype).mT  # [B, H, T, labels]
-        global_q, global_k, global_v = (q, k, v) if of_global[0] is of_long[0] else _upcast(*of_global)
+        global_q, global_k, global_v = (
+            (q, k, v) if of_global[0] is of_long[0] else _upcast(*of_global)
+        )
         global_q = global_q[:, :, :count]
         if self.structural:
             global_labelled = global_q @ self.use(self.global_labels).to(q.dtype).mT
@@ -135,7 +141,9 @@ class Etc(Core):
             global_labelled = global_q @ self.use(self.labels).to(q.dtype).mT
         linked = None
         if segments is not None:
-            linked = segments[:, None] == torch.arange(count, device=q.device)[:, None]  # [B or 1, count, T]
+            linked = (
+                segments[:, None] == torch.arange(count, device=q.device)[:, None]
+            )  # [B or 1, count, T]
         out = torch.cat(
             (
                 self._global(global_q, global_k, global_v, global_labelled, linked, mask),
@@ -146,7 +154,13 @@ class Etc(Core):
         return out.to(of_long[2].dtype)
 
     def _global(
-        self, q: Tensor, k: Tensor, v: Tensor, labelled: Tensor, linked: Tensor | None, mask: AttentionMask
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        labelled: Tensor,
+        linked: Tensor | None,
+        mask: AttentionMask,
     ) -> Tensor:
         """Output of the global tokens [B, H, count, K]."""
         count, clip = q.shape[2], self.config.max_distance
@@ -180,14 +194,22 @@ class Etc(Core):
         length = k.shape[2]
         clip = self.config.max_distance
         rows = split_chunks(q, 2, size)  # [B, H, N, C, K]
-        local_k, local_v = (with_neighbour_chunks(split_chunks(x, 2, size), 2, True) for x in (k, v))
+        local_k, local_v = (
+            with_neighbour_chunks(split_chunks(x, 2, size), 2, True) for x in (k, v)
+        )
         query = torch.arange(rows.shape[2] * size, device=q.device).view(-1, size, 1)
-        key = (query[:, :1] // size - 1) * size + torch.arange(3 * size, device=q.device)  # [N, 1, W]
+        key = (query[:, :1] // size - 1) * size + torch.arange(
+            3 * size, device=q.device
+        )  # [N, 1, W]
         label = (key - query)[0].clamp(-clip, clip) + clip  # [C, W], the same in every chunk
         by_label = split_chunks(labelled, 2, size)
-        local_scores = rows @ local_k.mT + by_label.gather(-1, label.expand(*rows.shape[:3], -1, -1))
+        local_scores = rows @ local_k.mT + by_label.gather(
+            -1, label.expand(*rows.shape[:3], -1, -1)
+        )
         hidden = (key < count) | (key >= length) | ((key - query).abs() >= size)
-        links = None if linked is None else split_chunks(linked.mT, 1, size)[:, None]  # [B or 1, 1, N, C, count]
+        links = (
+            None if linked is None else split_chunks(linked.mT, 1, size)[:, None]
+        )  # [B or 1, 1, N, C, count]
         if self.structural:
             assert links is not None
             global_label = (2 * clip + 1 + links.long()).expand(*rows.shape[:4], -1)

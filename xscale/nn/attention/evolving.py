@@ -64,31 +64,46 @@ class Evolving(ScoreCore):
     def combine(self, scores: Tensor, previous: Tensor | None, mask: AttentionMask) -> Tensor:
         if previous is not None:
             scores = self.alpha * previous + (1 - self.alpha) * scores
-        visible = scores if mask.allowed is None else scores.masked_fill(~mask.allowed.to(scores.device), 0.0)
+        visible = (
+            scores
+            if mask.allowed is None
+            else scores.masked_fill(~mask.allowed.to(scores.device), 0.0)
+        )
         before = None
         if mask.cache is not None:
             # In a decoder the convolution reads one query before; keys that are new since then are hidden from it.
             before, mask.cache["last_row"] = mask.cache.get("last_row"), visible[:, :, -1:].clone()
-        return self.beta * F.relu(self._convolve(visible, mask.query_documents, before)) + (1 - self.beta) * scores
+        return (
+            self.beta * F.relu(self._convolve(visible, mask.query_documents, before))
+            + (1 - self.beta) * scores
+        )
 
-    def _convolve(self, visible: Tensor, documents: Tensor | None, last_row: Tensor | None) -> Tensor:
+    def _convolve(
+        self, visible: Tensor, documents: Tensor | None, last_row: Tensor | None
+    ) -> Tensor:
         """Convolve scores [B, H, T, S], 0 where hidden, of queries in `documents` [B, T]; None: in one.
 
         `last_row` [B, H, 1, S or less] has the scores of the query before the first; None: there is none.
         """
-        kernel, bias = (self.use(parameter).to(visible.dtype) for parameter in (self.kernel, self.kernel_bias))
+        kernel, bias = (
+            self.use(parameter).to(visible.dtype) for parameter in (self.kernel, self.kernel_bias)
+        )
         before, behind = TAPS // 2, self.rows - 1 - TAPS // 2
         if last_row is not None:
             last_row = F.pad(last_row, (0, visible.shape[3] - last_row.shape[3]))
             visible, before = torch.cat((last_row, visible), 2), 0
-        around = F.pad(visible, (TAPS // 2, TAPS // 2, before, behind))  # [B, H, T + rows - 1, S + 2]
+        around = F.pad(
+            visible, (TAPS // 2, TAPS // 2, before, behind)
+        )  # [B, H, T + rows - 1, S + 2]
         if documents is None:
             return F.conv2d(around, kernel, bias)
         # The corner of a document's map touches that of the next one, so each row of taps stays in its document.
         length, before = documents.shape[1], TAPS // 2
         convolved = bias[:, None, None]
         for row in range(self.rows):
-            apart = F.pad(documents, (before, behind), value=-1).narrow(1, row, length) != documents  # [B, T]
+            apart = (
+                F.pad(documents, (before, behind), value=-1).narrow(1, row, length) != documents
+            )  # [B, T]
             neighbours = around.narrow(2, row, length).masked_fill(apart[:, None, :, None], 0.0)
             convolved = convolved + F.conv2d(neighbours, kernel.narrow(2, row, 1))
         return convolved

@@ -58,17 +58,24 @@ class Fmmformer(Core):
         super().__init__(config, dims, heads, head_width)
         self.feature_maps = config.feature_maps
         self.tanh_offset = float(config.positive_tanh)
-        band = BlockSparse.Config(pattern=Band.Config(left=config.bandwidth, right=config.bandwidth), block=32)
+        band = BlockSparse.Config(
+            pattern=Band.Config(left=config.bandwidth, right=config.bandwidth), block=32
+        )
         self.near = BlockSparse(band, dims, heads, head_width)
         self.declare("near_weight", (1,), ("state",), ZEROS, decays=False)
         self.declare("far_weight", (1,), ("state",), ONES, decays=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        near, far = (torch.sigmoid(self.use(weight)).to(v.dtype) for weight in (self.near_weight, self.far_weight))
+        near, far = (
+            torch.sigmoid(self.use(weight)).to(v.dtype)
+            for weight in (self.near_weight, self.far_weight)
+        )
         out: Tensor = near * self.near(q, k, v, replace(mask, dropout=0.0))
         kernel = self.kernel_choices.get("linear_attention")
         for feature_map in self._feature_maps():
-            out = out + far * linear_attention(feature_map(q), feature_map(k), v, mask, kernel=kernel)
+            out = out + far * linear_attention(
+                feature_map(q), feature_map(k), v, mask, kernel=kernel
+            )
         return out
 
     def _feature_maps(self) -> tuple[Callable[[Tensor], Tensor], ...]:

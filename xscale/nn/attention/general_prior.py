@@ -59,7 +59,9 @@ class GeneralPrior(ScoreCore):
             self.factors["gate"] = math.log(config.gate / (1 - config.gate))
         if config.learned:
             for name, value in self.factors.items():
-                self.declare(f"{name}_factor", (1,), ("state",), Init("constant", value=value), decays=False)
+                self.declare(
+                    f"{name}_factor", (1,), ("state",), Init("constant", value=value), decays=False
+                )
 
     @classmethod
     def example(cls) -> Config:
@@ -91,12 +93,16 @@ class GeneralPrior(ScoreCore):
             what = f"has no generator of a prior: {'cross-attention has no position' if dims.cross else reason}"
             choices = take(1.0, key=f"{path}.previous")
             if not dims.cross and config.prior:
-                choices += kinds(POSITIONS.able(where="bias") + POSITIONS.able(where="scores"), "model.position")
+                choices += kinds(
+                    POSITIONS.able(where="bias") + POSITIONS.able(where="scores"), "model.position"
+                )
             problems.append(Problem(path, f"{what}, and previous is 0", choices=choices))
         return problems
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        scores = self._scaled(upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5, "own")  # [B, H, T, S]
+        scores = self._scaled(
+            upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5, "own"
+        )  # [B, H, T, S]
         edge = mask.score_edge
         hidden = None if mask.allowed is None else ~mask.allowed.to(q.device)
         prior = self._prior(q, k, mask, scores)
@@ -118,7 +124,11 @@ class GeneralPrior(ScoreCore):
         """P [B or 1, H, T, S] of the generators that there are; None: there is none."""
         bias = mask.score_bias(q, k)
         prior = None if bias is None else self._scaled(bias.to(scores.dtype), "prior")
-        if mask.score_edge is None or mask.score_edge.previous is None or not self.previous_score_heads:
+        if (
+            mask.score_edge is None
+            or mask.score_edge.previous is None
+            or not self.previous_score_heads
+        ):
             return prior
         previous = self._scaled(mask.score_edge.previous, "previous")
         return previous if prior is None else prior + previous
@@ -129,4 +139,8 @@ class GeneralPrior(ScoreCore):
 
     def _factor(self, name: str, scores: Tensor) -> Tensor | float:
         """The factor of that name, learned or not."""
-        return self.use(getattr(self, f"{name}_factor")).to(scores.dtype) if self.config.learned else self.factors[name]
+        return (
+            self.use(getattr(self, f"{name}_factor")).to(scores.dtype)
+            if self.config.learned
+            else self.factors[name]
+        )

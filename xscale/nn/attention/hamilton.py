@@ -65,7 +65,9 @@ class Hamilton(Core):
         if added is not None and added.shape[1] > 1:
             added = added.repeat_interleave(COMPONENTS, 1)
         o = self.random.attention(queries, keys, values, 0.0, attn_mask=added)
-        return o.view(len(o), heads, COMPONENTS, *o.shape[2:]).transpose(2, 3).flatten(3)  # [B, H, T, K]
+        return (
+            o.view(len(o), heads, COMPONENTS, *o.shape[2:]).transpose(2, 3).flatten(3)
+        )  # [B, H, T, K]
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         return 5.0 * heads * queries * keys * head_width / (2 if self.causal else 1)

@@ -64,20 +64,32 @@ class Informer(Core):
         sparsity = self._sparsity(upcast(q.detach()), upcast(k.detach()), mask.causal)
         if mask.causal:
             return self._masked(q, k, v, sparsity, mask)
-        active = sparsity.topk(self._count(mask.queries), -1).indices[..., None].expand(-1, -1, -1, q.shape[-1])
-        attended = dense_attention(q.gather(2, active), k, v, None, lambda weights: self.drop_weights(weights, mask))
+        active = (
+            sparsity.topk(self._count(mask.queries), -1)
+            .indices[..., None]
+            .expand(-1, -1, -1, q.shape[-1])
+        )
+        attended = dense_attention(
+            q.gather(2, active), k, v, None, lambda weights: self.drop_weights(weights, mask)
+        )
         return v.mean(2, keepdim=True).expand_as(q).scatter(2, active, attended)
 
-    def _masked(self, q: Tensor, k: Tensor, v: Tensor, sparsity: Tensor, mask: AttentionMask) -> Tensor:
+    def _masked(
+        self, q: Tensor, k: Tensor, v: Tensor, sparsity: Tensor, mask: AttentionMask
+    ) -> Tensor:
         assert mask.queries == mask.keys
         leads = self._leads(sparsity)  # [B, H, T]
         # With dropout all queries are computed, so that a draw has the same shape whatever the tokens and heads are.
         drops = self.training and mask.dropout > 0
         rows = mask.queries if drops else int(leads.sum(-1).max())
-        leading = leads.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :rows, None]  # [B, H, R, 1]
+        leading = leads.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[
+            ..., :rows, None
+        ]  # [B, H, R, 1]
         index = leading.expand(-1, -1, -1, q.shape[-1])
         later = torch.arange(mask.keys, device=q.device) > leading  # [B, H, R, S]
-        attended = dense_attention(q.gather(2, index), k, v, later, lambda weights: self.drop_weights(weights, mask))
+        attended = dense_attention(
+            q.gather(2, index), k, v, later, lambda weights: self.drop_weights(weights, mask)
+        )
         sums = upcast(v).cumsum(2).to(v.dtype)
         attends = leads[..., None].gather(2, leading)
         return sums.scatter(2, index, torch.where(attends, attended, sums.gather(2, index)))
@@ -85,12 +97,16 @@ class Informer(Core):
     def _leads(self, sparsity: Tensor) -> Tensor:
         """Whether each query is among the top queries so far, by M [B, H, T]: bool [B, H, T]."""
         length = sparsity.shape[2]
-        limits = torch.tensor([self._count(position + 1) for position in range(length)], device=sparsity.device)
+        limits = torch.tensor(
+            [self._count(position + 1) for position in range(length)], device=sparsity.device
+        )
         places = torch.arange(length, device=sparsity.device)
         leads = []
         for start in range(0, length, _ROWS):
             rows = slice(start, start + _ROWS)
-            higher = sparsity[:, :, None, : start + _ROWS] >= sparsity[:, :, rows, None]  # [B, H, R, S]
+            higher = (
+                sparsity[:, :, None, : start + _ROWS] >= sparsity[:, :, rows, None]
+            )  # [B, H, R, S]
             earlier = places[: start + _ROWS] < places[rows, None]
             leads.append((higher & earlier).sum(-1) < limits[rows])
         return torch.cat(leads, 2)
@@ -114,7 +130,10 @@ class Informer(Core):
         """
         numbers = SeededNumbers(int(self.random.integer(1 << 62)) if self.training else self.seed)
         if causal:
-            return numbers.integers(1 << 40, queries, self._count(keys)) % torch.arange(1, queries + 1)[:, None]
+            return (
+                numbers.integers(1 << 40, queries, self._count(keys))
+                % torch.arange(1, queries + 1)[:, None]
+            )
         return numbers.integers(keys, queries, self._count(keys))
 
     def _count(self, length: int) -> int:
@@ -124,6 +143,8 @@ class Informer(Core):
         # With random scores the query at place t is among the top u of the first t with probability u / t.
         rows = self._count(queries)
         if self.causal:
-            rows = round(sum(self._count(position) / position for position in range(1, queries + 1)))
+            rows = round(
+                sum(self._count(position) / position for position in range(1, queries + 1))
+            )
         sparsity, active = queries * self._count(keys), 2 * rows * keys
         return float(heads * head_width * (sparsity + active))

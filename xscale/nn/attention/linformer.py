@@ -110,7 +110,9 @@ class Linformer(Core):
             if weight.ndim > 2:
                 return weight @ x
             # All heads in one product, in the layout of the mixer's projection, so that nothing is copied.
-            projected = weight.expand(len(x), -1, -1).bmm(x.transpose(1, 2).flatten(2))  # [B, P, G * K]
+            projected = weight.expand(len(x), -1, -1).bmm(
+                x.transpose(1, 2).flatten(2)
+            )  # [B, P, G * K]
             return projected.view(len(x), -1, x.shape[1], x.shape[3]).transpose(1, 2)
         return split_chunks(x, 2, self.kernel).flatten(3) @ weight.flatten(-3, -2)
 

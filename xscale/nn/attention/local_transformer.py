@@ -52,7 +52,9 @@ class LocalTransformer(Softmax):
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
         self.fixed_window, self.window_from = config.fixed_window, config.window_from
-        self.declare("hidden", (heads, head_width, head_width), ("heads", "state", "state"), dims.init)
+        self.declare(
+            "hidden", (heads, head_width, head_width), ("heads", "state", "state"), dims.init
+        )
         self.declare("center", (heads, head_width), ("heads", "state"), dims.init)
         if config.fixed_window is None:
             self.declare("window", (heads, head_width), ("heads", "state"), dims.init)
@@ -64,9 +66,15 @@ class LocalTransformer(Softmax):
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path)
         if config.fixed_window is not None and config.window_from == "layer":
-            what = f"the window is given, fixed_window={config.fixed_window}, so it is not predicted"
+            what = (
+                f"the window is given, fixed_window={config.fixed_window}, so it is not predicted"
+            )
             problems.append(
-                Problem(f"{path}.window_from", what, choices=take("query") + take(None, key=f"{path}.fixed_window"))
+                Problem(
+                    f"{path}.window_from",
+                    what,
+                    choices=take("query") + take(None, key=f"{path}.fixed_window"),
+                )
             )
         return problems
 
@@ -81,7 +89,9 @@ class LocalTransformer(Softmax):
         seen: Tensor | int = mask.keys
         if mask.allowed is not None:
             seen = mask.allowed.to(q.device).sum(-1, keepdim=True)  # [B or 1, 1, T, 1]
-        center = seen * torch.sigmoid(upcast(hidden @ self.use(self.center)[..., None]))  # [B, H, T, 1]
+        center = seen * torch.sigmoid(
+            upcast(hidden @ self.use(self.center)[..., None])
+        )  # [B, H, T, 1]
         window: Tensor | float
         if self.fixed_window is not None:
             window = self.fixed_window

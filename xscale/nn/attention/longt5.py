@@ -88,12 +88,17 @@ class LongT5(Core):
         global_k, global_v = (upcast(x) for x in summaries)
         rows = split_chunks(upcast(q) * q.shape[-1] ** -0.5, 2, size)  # [B, H, N, C, K]
         local_k, local_v = (
-            with_neighbour_chunks(split_chunks(repeat_kv(upcast(x), q.shape[1]), 2, size), 2, True) for x in (k, v)
+            with_neighbour_chunks(split_chunks(repeat_kv(upcast(x), q.shape[1]), 2, size), 2, True)
+            for x in (k, v)
         )
         local_scores = rows @ local_k.mT  # [B, H, N, C, 3C]
-        global_scores = grouped_matmul(rows.flatten(2, 3), global_k.mT).view(*local_scores.shape[:4], -1)
+        global_scores = grouped_matmul(rows.flatten(2, 3), global_k.mT).view(
+            *local_scores.shape[:4], -1
+        )
         if mask.relative_bias is not None:
-            local_scores = local_scores + _local_bias(mask.relative_bias, size, q.device).to(rows.dtype)
+            local_scores = local_scores + _local_bias(mask.relative_bias, size, q.device).to(
+                rows.dtype
+            )
         if block_bias is not None:
             bias = self._global_bias(block_bias, length, rows.shape[2], q.device)
             global_scores = global_scores + bias.to(rows.dtype)
@@ -125,13 +130,18 @@ class LongT5(Core):
         """Bias of each query's scores with each block: [H, N, C, M]."""
         blocks, size = _blocks(length, self.config.block), self.config.radius + 1
         by_offset = block_bias(torch.arange(1 - blocks, blocks, device=device))  # [H, 2M - 1]
-        offset = torch.arange(blocks, device=device) - self._block_of(chunks * size, length, device)[:, None]
+        offset = (
+            torch.arange(blocks, device=device)
+            - self._block_of(chunks * size, length, device)[:, None]
+        )
         return by_offset[:, offset + blocks - 1].view(-1, chunks, size, blocks)
 
     def _hidden(self, blocks: int, length: int, device: torch.device) -> Tensor:
         size = self.config.radius + 1
         query = torch.arange(blocks * size, device=device).view(blocks, size, 1)
-        key = (torch.arange(blocks, device=device)[:, None, None] - 1) * size + torch.arange(3 * size, device=device)
+        key = (torch.arange(blocks, device=device)[:, None, None] - 1) * size + torch.arange(
+            3 * size, device=device
+        )
         return (key < 0) | (key >= length) | ((key - query).abs() >= size)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
@@ -145,8 +155,13 @@ def _blocks(length: int, block: int) -> int:
     return max(1, length // block)
 
 
-def _local_bias(relative_bias: Callable[[Tensor], Tensor], size: int, device: torch.device) -> Tensor:
+def _local_bias(
+    relative_bias: Callable[[Tensor], Tensor], size: int, device: torch.device
+) -> Tensor:
     """Bias of a chunk's scores with its keys and those of its neighbours: [H, 1, C, 3C]."""
     by_offset = relative_bias(torch.arange(1 - 2 * size, 2 * size, device=device))  # [H, 4C - 1]
-    key, query = torch.arange(-size, 2 * size, device=device), torch.arange(size, device=device)[:, None]
+    key, query = (
+        torch.arange(-size, 2 * size, device=device),
+        torch.arange(size, device=device)[:, None],
+    )
     return by_offset[:, key - query + 2 * size - 1][:, None]

@@ -32,7 +32,9 @@ from xscale.nn.init import Init
         context=("ulysses",),
         decode=True,
     ),
-    deviations=("The slots are learned anew in each layer; the mixer luna carries them, in bidirectional models.",),
+    deviations=(
+        "The slots are learned anew in each layer; the mixer luna carries them, in bidirectional models.",
+    ),
 )
 class Luna(Core):
     slots: Parameter
@@ -43,7 +45,9 @@ class Luna(Core):
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
-        self.declare("slots", (heads, config.slots, head_width), ("heads", "state", "state"), Init(std=1.0))
+        self.declare(
+            "slots", (heads, config.slots, head_width), ("heads", "state", "state"), Init(std=1.0)
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
@@ -51,12 +55,18 @@ class Luna(Core):
         gathered = slots @ upcast(k).mT * k.shape[-1] ** -0.5  # [B, H, M, S]
         if not mask.causal:
             gathered = gathered.softmax(-1)
-            return dense_attention(upcast(q), gathered @ upcast(k), gathered @ upcast(v)).to(v.dtype)
+            return dense_attention(upcast(q), gathered @ upcast(k), gathered @ upcast(v)).to(
+                v.dtype
+            )
         rows = (F.elu(gathered) + 1).mT  # [B, H, S, M]
-        seen = torch.arange(mask.offset + 1, mask.offset + mask.queries + 1, device=q.device)[:, None]  # [T, 1]
+        seen = torch.arange(mask.offset + 1, mask.offset + mask.queries + 1, device=q.device)[
+            :, None
+        ]  # [T, 1]
         kernel = self.kernel_choices.get("linear_attention")
         scaled = upcast(q) * q.shape[-1] ** -0.5
-        weights = (linear_sums(scaled, k, rows, mask, kernel=kernel) / seen).softmax(-1)  # [B, H, T, M]
+        weights = (linear_sums(scaled, k, rows, mask, kernel=kernel) / seen).softmax(
+            -1
+        )  # [B, H, T, M]
         return (linear_sums(weights, rows, v, mask, kernel=kernel) / seen).to(v.dtype)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
@@ -65,5 +75,7 @@ class Luna(Core):
             return float(heads * slots * (3 * keys + 2 * queries) * head_width)
         read = scan_multiply_adds(queries, keys, head_width, slots - 1, True)
         return heads * (
-            slots * keys * head_width + read + scan_multiply_adds(queries, keys, slots, head_width - 1, True)
+            slots * keys * head_width
+            + read
+            + scan_multiply_adds(queries, keys, slots, head_width - 1, True)
         )

@@ -51,17 +51,28 @@ class MemoryCompressed(Core):
         super().__init__(config, dims, heads, head_width)
         start = Init(std=(config.compression_factor * head_width) ** -0.5)
         for name in ("key_kernel", "value_kernel"):
-            self.declare(name, (head_width, head_width, config.compression_factor), ("state", "state", "state"), start)
+            self.declare(
+                name,
+                (head_width, head_width, config.compression_factor),
+                ("state", "state", "state"),
+                start,
+            )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         ratio = self.key_kernel.shape[2]
         keys, values = self._shorten(k, self.key_kernel), self._shorten(v, self.value_kernel)
         hidden = None
         if mask.causal:
-            positions = torch.arange(mask.offset, mask.offset + mask.queries, device=q.device)[:, None]
+            positions = torch.arange(mask.offset, mask.offset + mask.queries, device=q.device)[
+                :, None
+            ]
             # Slot 0 is the zero slot; slot c is the window that ends at c * ratio - 1.
-            hidden = torch.arange(keys.shape[2], device=q.device)[None] * ratio - 1 > positions  # [T, 1 + S / ratio]
-        return dense_attention(q, keys, values, hidden, lambda weights: self.drop_weights(weights, mask))
+            hidden = (
+                torch.arange(keys.shape[2], device=q.device)[None] * ratio - 1 > positions
+            )  # [T, 1 + S / ratio]
+        return dense_attention(
+            q, keys, values, hidden, lambda weights: self.drop_weights(weights, mask)
+        )
 
     def _shorten(self, x: Tensor, kernel: Tensor) -> Tensor:
         """[B, G, S, K] -> [B, G, 1 + S / ratio, K], rounded up if bidirectional and down if causal."""
@@ -69,7 +80,11 @@ class MemoryCompressed(Core):
         ratio = kernel.shape[2]
         rows = x.flatten(0, 1).mT  # [B*G, K, S]
         # A causal sequence omits an incomplete last window; a bidirectional one pads it with zeros.
-        rows = rows[..., : x.shape[2] // ratio * ratio] if self.causal else F.pad(rows, (0, -x.shape[2] % ratio))
+        rows = (
+            rows[..., : x.shape[2] // ratio * ratio]
+            if self.causal
+            else F.pad(rows, (0, -x.shape[2] % ratio))
+        )
         short = F.conv1d(rows, kernel, stride=ratio) if rows.shape[2] else rows
         return F.pad(short, (1, 0)).mT.view(*x.shape[:2], -1, x.shape[3])
 

@@ -14,7 +14,11 @@ from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import pad_queries_to_keys, split_chunks
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.attention.ops.selected_blocks import merge_attentions, own_block_attention, selected_block_attention
+from xscale.nn.attention.ops.selected_blocks import (
+    merge_attentions,
+    own_block_attention,
+    selected_block_attention,
+)
 from xscale.nn.dims import Dims
 
 
@@ -51,15 +55,21 @@ class Moba(Core):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         assert mask.causal
         size = self.config.block
-        q = split_chunks(pad_queries_to_keys(upcast(q), mask) * q.shape[-1] ** -0.5, 2, size)  # [B, H, N, b, K]
+        q = split_chunks(
+            pad_queries_to_keys(upcast(q), mask) * q.shape[-1] ** -0.5, 2, size
+        )  # [B, H, N, b, K]
         keys, values = (split_chunks(upcast(x), 2, size) for x in (k, v))
         out, total = own_block_attention(q, keys, values)
         rows = q.flatten(2, 3)  # [B, H, T, K]
         count = min(self.config.top_k - 1, keys.shape[2] - 1)
         if count > 0:
             gates = grouped_matmul(rows.detach(), keys.detach().mean(3).mT)  # [B, H, T, N]
-            selected, selected_total = selected_block_attention(rows, keys, values, top_past_blocks(gates, count, size))
-            out, _ = merge_attentions(torch.stack((out, selected), -2), torch.stack((total, selected_total), -1))
+            selected, selected_total = selected_block_attention(
+                rows, keys, values, top_past_blocks(gates, count, size)
+            )
+            out, _ = merge_attentions(
+                torch.stack((out, selected), -2), torch.stack((total, selected_total), -1)
+            )
         return out[:, :, mask.offset : mask.keys].to(v.dtype)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:

@@ -47,12 +47,16 @@ class Nprf(Core):
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
-        self.projection = RandomProjection(config.features, head_width, config.seed + dims.layer, False)
+        self.projection = RandomProjection(
+            config.features, head_width, config.seed + dims.layer, False
+        )
         self.length = dims.length
         owner: Module = self
         if config.shared:
             owner = self.layer_tables = Module()
-        owner.declare("distance", (heads, 2 * dims.length - 1), ("heads", "tokens"), ZEROS, decays=False)
+        owner.declare(
+            "distance", (heads, 2 * dims.length - 1), ("heads", "tokens"), ZEROS, decays=False
+        )
 
     @classmethod
     def shares_layer_tables(cls, config: Config) -> bool:
@@ -68,7 +72,9 @@ class Nprf(Core):
         middle = self.length - 1
         owner = self.layer_tables or self
         distance = (
-            owner.use(owner.get_parameter("distance"))[:, middle - length + 1 : middle + length].to(fq.dtype).exp()
+            owner.use(owner.get_parameter("distance"))[:, middle - length + 1 : middle + length]
+            .to(fq.dtype)
+            .exp()
         )
         pairs = fk[..., :, None] * ones[..., None, :]  # [B, H, T, F, K + 1]
         if mask.causal:
@@ -86,14 +92,18 @@ class Nprf(Core):
         """Count the features and the matmuls; the FFTs add a factor of order log T."""
         features = self.projection.shape[0]
         sums = _BLOCK * keys * (head_width + 1) if self.causal else 0
-        return float(heads * features * ((queries + keys) * head_width + queries * (head_width + 1) + sums))
+        return float(
+            heads * features * ((queries + keys) * head_width + queries * (head_width + 1) + sums)
+        )
 
 
 def _sums(weights: Tensor, x: Tensor) -> Tensor:
     """sum_j weights[:, j - i + T - 1] x_j: weights [H, 2 T - 1], x [B, H, T, F, P] -> the shape of x."""
     length = x.shape[2]
     # Rotated so that distance 0 is first.
-    kernel = torch.fft.rfft(weights.flip(-1).roll(1 - length, -1), dim=-1)[:, :, None, None]  # [H, W, 1, 1]
+    kernel = torch.fft.rfft(weights.flip(-1).roll(1 - length, -1), dim=-1)[
+        :, :, None, None
+    ]  # [H, W, 1, 1]
     padded = torch.fft.rfft(F.pad(x, (0, 0, 0, 0, 0, length - 1)), dim=2)
     sums: Tensor = torch.fft.irfft(padded * kernel, n=2 * length - 1, dim=2)[:, :, :length]
     return sums
@@ -118,7 +128,9 @@ def _causal_sums(weights: Tensor, x: Tensor) -> Tensor:
         first, _ = split_chunks(split_chunks(x, 2, size), 2, 2).unbind(3)  # [B, H, N, L, P]
         spectrum = torch.fft.rfft(weights[:, : 2 * size], dim=-1)[:, None, :, None]
         transformed = torch.fft.rfft(first, n=2 * size, dim=3)
-        second = torch.fft.irfft(transformed * spectrum, n=2 * size, dim=3)[:, :, :, size:]  # [B, H, N, L, P]
+        second = torch.fft.irfft(transformed * spectrum, n=2 * size, dim=3)[
+            :, :, :, size:
+        ]  # [B, H, N, L, P]
         added = torch.stack((torch.zeros_like(second), second), 3)
         sums = sums + added.flatten(2, 4)
         size *= 2

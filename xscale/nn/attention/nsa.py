@@ -23,7 +23,11 @@ from xscale.nn.attention.moba import top_past_blocks
 from xscale.nn.attention.ops.chunks import pad_queries_to_keys, split_chunks
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.attention.ops.selected_blocks import merge_attentions, own_block_attention, selected_block_attention
+from xscale.nn.attention.ops.selected_blocks import (
+    merge_attentions,
+    own_block_attention,
+    selected_block_attention,
+)
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.pattern.window import Band
@@ -77,13 +81,22 @@ class Nsa(Core):
         start = Init(std=(config.compression_block * width) ** -0.5)
         # First index: keys, values.
         self.declare(
-            "kernels", (2, width, width, config.compression_block), ("state", "state", "state", "state"), start
+            "kernels",
+            (2, width, width, config.compression_block),
+            ("state", "state", "state", "state"),
+            start,
         )
-        self.declare("seconds", (2, width, width), ("state", "state", "state"), Init(std=width**-0.5))
-        self.declare("places", (2, width, config.compression_block), ("state", "state", "state"), dims.init)
+        self.declare(
+            "seconds", (2, width, width), ("state", "state", "state"), Init(std=width**-0.5)
+        )
+        self.declare(
+            "places", (2, width, config.compression_block), ("state", "state", "state"), dims.init
+        )
         self.declare("gates", (heads, 3, width), ("heads", "state", "state"), ZEROS)
         band = Band.Config(left=config.window - 1, right=0)
-        self.near = BlockSparse(BlockSparse.Config(pattern=band, block=config.selection_block), dims, heads, head_width)
+        self.near = BlockSparse(
+            BlockSparse.Config(pattern=band, block=config.selection_block), dims, heads, head_width
+        )
 
     @classmethod
     def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
@@ -98,7 +111,9 @@ class Nsa(Core):
     @classmethod
     def example(cls) -> "Nsa.Config":
         """For sequences of hundreds."""
-        return cls.Config(compression_block=8, compression_stride=4, selection_block=16, top_blocks=4, window=24)
+        return cls.Config(
+            compression_block=8, compression_stride=4, selection_block=16, top_blocks=4, window=24
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         assert mask.causal
@@ -110,7 +125,9 @@ class Nsa(Core):
         branches = torch.stack((compressed, selected, upcast(near)), -1)  # [B, H, T, K, 3]
         return (branches * gates[..., None, :]).sum(-1).to(v.dtype)
 
-    def _compressed(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    def _compressed(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> tuple[Tensor, Tensor]:
         """The compressed branch [B, H, T, K] and its weights [B, H, T, M]."""
         keys, values = self._compress(k, 0), self._compress(v, 1)
         ends = (
@@ -123,17 +140,22 @@ class Nsa(Core):
         return grouped_matmul(weights, values), weights
 
     def _compress(self, x: Tensor, which: int) -> Tensor:
-        kernel, second, embedding = (self.use(p)[which].to(x.dtype) for p in (self.kernels, self.seconds, self.places))
+        kernel, second, embedding = (
+            self.use(p)[which].to(x.dtype) for p in (self.kernels, self.seconds, self.places)
+        )
         rows = x.flatten(0, 1).mT  # [B*G, K, S]
         if rows.shape[2] < self.config.compression_block:
             return x[:, :, :0]
         # The network adds an embedding of each key's position in its block, which is a constant after the first layer.
         short = (
-            F.conv1d(rows, kernel, stride=self.config.compression_stride) + (kernel * embedding).sum((1, 2))[:, None]
+            F.conv1d(rows, kernel, stride=self.config.compression_stride)
+            + (kernel * embedding).sum((1, 2))[:, None]
         )
         return (F.gelu(short.mT) @ second).view(*x.shape[:2], -1, x.shape[3])
 
-    def _selected(self, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, mask: AttentionMask) -> Tensor:
+    def _selected(
+        self, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, mask: AttentionMask
+    ) -> Tensor:
         size = self.config.selection_block
         keys, values = (split_chunks(x, 2, size) for x in (k, v))  # [B, G, N, b, K]
         rows = split_chunks(pad_queries_to_keys(q, mask), 2, size)
@@ -148,16 +170,23 @@ class Nsa(Core):
             past, past_total = selected_block_attention(
                 rows.flatten(2, 3), keys, values, top_past_blocks(gates, count, size)
             )
-            out, _ = merge_attentions(torch.stack((out, past), -2), torch.stack((total, past_total), -1))
+            out, _ = merge_attentions(
+                torch.stack((out, past), -2), torch.stack((total, past_total), -1)
+            )
         return out[:, :, mask.offset : mask.keys]
 
     def _point(self, weights: Tensor, blocks: int) -> Tensor:
         """Map compressed weights [B, H, T, M] to selection blocks by their overlap in strides: [B, H, T, N]."""
         config = self.config
-        start = torch.arange(weights.shape[-1], device=weights.device)[:, None] * config.compression_stride
+        start = (
+            torch.arange(weights.shape[-1], device=weights.device)[:, None]
+            * config.compression_stride
+        )
         block = torch.arange(blocks, device=weights.device) * config.selection_block
         ends = torch.minimum(start + config.compression_block, block + config.selection_block)
-        shared = (ends - torch.maximum(start, block)).clamp(min=0).to(weights.dtype) / config.compression_stride
+        shared = (ends - torch.maximum(start, block)).clamp(min=0).to(
+            weights.dtype
+        ) / config.compression_stride
         # Few compression blocks overlap a selection block, so an indexed sum would be less work; a matmul is one call.
         return weights @ shared
 
@@ -168,8 +197,12 @@ class Nsa(Core):
         runs = max(0, (keys - config.compression_block) // config.compression_stride + 1)
         blocks = -(-keys // size)
         past = sum(min(config.top_blocks - 1, at) for at in range(blocks)) * size
-        compressed = 2 * runs * (config.compression_block + 1) * width * width + 2 * queries * runs * width
+        compressed = (
+            2 * runs * (config.compression_block + 1) * width * width + 2 * queries * runs * width
+        )
         point = queries * runs * blocks if blocks > 1 else 0
         selected = 2 * size * (blocks * size + past) * width
         gates = 3 * queries * width
-        return heads * (compressed + point + selected + gates) + self.near.multiply_adds(queries, keys, heads, width)
+        return heads * (compressed + point + selected + gates) + self.near.multiply_adds(
+            queries, keys, heads, width
+        )

@@ -61,7 +61,11 @@ class Nystrom(Core):
             return problems
         if config.conv_kernel_size % 2 == 0:
             what = f"must be odd, got {config.conv_kernel_size}"
-            problems.append(Problem(f"{path}.conv_kernel_size", what, choices=take(config.conv_kernel_size + 1, 0)))
+            problems.append(
+                Problem(
+                    f"{path}.conv_kernel_size", what, choices=take(config.conv_kernel_size + 1, 0)
+                )
+            )
         if dims.cross:
             what = "values of another sequence cannot be added to this one"
             problems.append(Problem(f"{path}.conv_kernel_size", what, choices=take(0)))
@@ -81,7 +85,9 @@ class Nystrom(Core):
         if self.config.inverse == "pseudo":
             right = pseudo_inverse(middle) @ right
         else:
-            right = torch.linalg.solve(middle + torch.eye(count, dtype=middle.dtype, device=q.device), right)
+            right = torch.linalg.solve(
+                middle + torch.eye(count, dtype=middle.dtype, device=q.device), right
+            )
         out = left @ right
         if self.config.conv_kernel_size:
             out = out + self._convolve(values)
@@ -95,9 +101,13 @@ class Nystrom(Core):
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         count = min(self.config.landmarks, queries, keys)
-        inverse = 24 * count**3 + count * count * head_width if self.config.inverse == "pseudo" else 0
+        inverse = (
+            24 * count**3 + count * count * head_width if self.config.inverse == "pseudo" else 0
+        )
         attention = 2 * count * (queries + keys) * head_width + count * count * head_width
-        return float(heads * (attention + inverse + queries * self.config.conv_kernel_size * head_width))
+        return float(
+            heads * (attention + inverse + queries * self.config.conv_kernel_size * head_width)
+        )
 
 
 def segment_means(x: Tensor, count: int) -> Tensor:

@@ -11,7 +11,11 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.nn.attention.core import CORES, Core, CoreTraits
-from xscale.nn.attention.ops.chunked_scan import linear_attention, scan_multiply_adds, trigonometric_attention
+from xscale.nn.attention.ops.chunked_scan import (
+    linear_attention,
+    scan_multiply_adds,
+    trigonometric_attention,
+)
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.log_features import log_feature_attention
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -55,7 +59,9 @@ class Performer(Core):
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
         self.config = config
-        self.projection = RandomProjection(config.features, head_width, config.seed + dims.layer, config.redraw)
+        self.projection = RandomProjection(
+            config.features, head_width, config.seed + dims.layer, config.redraw
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         q, k = upcast(q), upcast(k)
@@ -66,7 +72,8 @@ class Performer(Core):
             weights = (k.square().sum(-1, keepdim=True) / (2 * k.shape[-1] ** 0.5)).exp()
             # The squares of a sine and a cosine sum to 1.
             fq, fk = (
-                self._map(x, directions, query) / directions.shape[0] ** 0.5 for x, query in ((q, True), (k, False))
+                self._map(x, directions, query) / directions.shape[0] ** 0.5
+                for x, query in ((q, True), (k, False))
             )
             return trigonometric_attention(fq, fk, v, mask, weights, kernel=kernel)
         q, k = self._map(q, directions, True), self._map(k, directions, False)
@@ -95,4 +102,6 @@ class Performer(Core):
         directions = self.config.features
         features = directions * (2 if self.config.estimator == "trigonometric" else 1)
         projected = (queries + keys) * directions * head_width
-        return heads * (projected + scan_multiply_adds(queries, keys, features, head_width, self.causal))
+        return heads * (
+            projected + scan_multiply_adds(queries, keys, features, head_width, self.causal)
+        )

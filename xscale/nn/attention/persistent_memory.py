@@ -42,7 +42,9 @@ class PersistentMemory(Core):
         self.persistent = config.persistent
         shape = (heads, config.persistent, head_width)
         self.declare("memory_keys", shape, ("heads", "state", "state"), Init(std=head_width**-0.5))
-        self.declare("memory_values", shape, ("heads", "state", "state"), Init(std=config.persistent**-0.5))
+        self.declare(
+            "memory_values", shape, ("heads", "state", "state"), Init(std=config.persistent**-0.5)
+        )
 
     @classmethod
     def example(cls) -> "PersistentMemory.Config":
@@ -50,7 +52,13 @@ class PersistentMemory(Core):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         keys, values = (
-            torch.cat((self.use(memory).to(x.dtype).expand(q.shape[0], -1, -1, -1), repeat_kv(x, q.shape[1])), 2)
+            torch.cat(
+                (
+                    self.use(memory).to(x.dtype).expand(q.shape[0], -1, -1, -1),
+                    repeat_kv(x, q.shape[1]),
+                ),
+                2,
+            )
             for memory, x in ((self.memory_keys, k), (self.memory_values, v))
         )  # [B, H, N + S, K]
         added = self._extended(q, k, mask)

@@ -73,12 +73,17 @@ class Poolingformer(Core):
         self.config = config
         self.first, self.second = (
             BlockSparse(
-                BlockSparse.Config(pattern=Band.Config(left=size, right=size), block=size), dims, heads, head_width
+                BlockSparse.Config(pattern=Band.Config(left=size, right=size), block=size),
+                dims,
+                heads,
+                head_width,
             )
             for size in (config.window, config.pooled_window // config.stride)
         )
         start = Init(std=head_width**-0.5)
-        self.declare("maps", (heads, 3, head_width, head_width), ("heads", "state", "state", "state"), start)
+        self.declare(
+            "maps", (heads, 3, head_width, head_width), ("heads", "state", "state", "state"), start
+        )
         if config.pooling == "ldconv":
             shape = (heads, 2, head_width, config.pool_size)
             self.declare("pool_weights", shape, ("heads", "state", "state", "state"), start)
@@ -90,11 +95,15 @@ class Poolingformer(Core):
             what = f"stride={config.stride} does not divide pooled_window={config.pooled_window}"
             problems.append(
                 Problem(
-                    f"{path}.pooled_window", what, choices=take(*multiples_near(config.pooled_window, config.stride))
+                    f"{path}.pooled_window",
+                    what,
+                    choices=take(*multiples_near(config.pooled_window, config.stride)),
                 )
             )
         if config.stride > config.pool_size:
-            what = f"stride={config.stride} skips tokens between pools of pool_size={config.pool_size}"
+            what = (
+                f"stride={config.stride} skips tokens between pools of pool_size={config.pool_size}"
+            )
             problems.append(at_most(f"{path}.stride", what, config.pool_size))
         return problems
 
@@ -123,7 +132,9 @@ class Poolingformer(Core):
         if self.config.pooling == "mean":
             present = F.pad(x.new_ones(length), (before, size - 1 - before)).unfold(0, size, 1)
             return windows.sum(-1) / present.sum(-1, keepdim=True)
-        weights = (x @ self.use(self.pool_weights)[:, index].to(x.dtype)).softmax(-1)  # [B, H, T, W]
+        weights = (x @ self.use(self.pool_weights)[:, index].to(x.dtype)).softmax(
+            -1
+        )  # [B, H, T, W]
         return (windows * weights[..., None, :]).sum(-1)
 
     def _attend_to_pools(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
@@ -135,18 +146,30 @@ class Poolingformer(Core):
         batch = len(q)
         stride = self.config.stride
         length = q.shape[2]
-        rows = [split_chunks(x, 2, stride).movedim(3, 1).flatten(0, 1) for x in (q, k, v)]  # [B*stride, H, N, K]
+        rows = [
+            split_chunks(x, 2, stride).movedim(3, 1).flatten(0, 1) for x in (q, k, v)
+        ]  # [B*stride, H, N, K]
         count = rows[0].shape[2]
         documents = None
         if length % stride:
             # Padding is a document of its own.
-            index = torch.arange(count, device=q.device) * stride + torch.arange(stride, device=q.device)[:, None]
+            index = (
+                torch.arange(count, device=q.device) * stride
+                + torch.arange(stride, device=q.device)[:, None]
+            )
             documents = (index >= length).long().repeat(batch, 1)  # [B*stride, N]
         inner = AttentionMask(
-            count, count, False, query_documents=documents, key_documents=documents, dropout=mask.dropout
+            count,
+            count,
+            False,
+            query_documents=documents,
+            key_documents=documents,
+            dropout=mask.dropout,
         )
         z: Tensor = self.second(*rows, inner)
-        return z.view(batch, stride, *z.shape[1:]).movedim(1, 3).flatten(2, 3)[:, :, :length]  # [B, H, T, K]
+        return (
+            z.view(batch, stride, *z.shape[1:]).movedim(1, 3).flatten(2, 3)[:, :, :length]
+        )  # [B, H, T, K]
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         config, count = self.config, -(-keys // self.config.stride)

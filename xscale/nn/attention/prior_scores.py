@@ -66,9 +66,17 @@ class PriorScores(ScoreCore):
         super().__init__(config, dims, heads, head_width)
         self.config = config
         if config.learned:
-            self.declare("own_weight", (1,), ("state",), Init("constant", value=config.own), decays=False)
+            self.declare(
+                "own_weight", (1,), ("state",), Init("constant", value=config.own), decays=False
+            )
             if self.previous_score_heads:
-                self.declare("previous_weight", (1,), ("state",), Init("constant", value=config.previous), decays=False)
+                self.declare(
+                    "previous_weight",
+                    (1,),
+                    ("state",),
+                    Init("constant", value=config.previous),
+                    decays=False,
+                )
 
     @classmethod
     def reads_scores(cls, config: Config) -> bool:
@@ -77,9 +85,13 @@ class PriorScores(ScoreCore):
     def combine(self, scores: Tensor, previous: Tensor | None, mask: AttentionMask) -> Tensor:
         learned = self.config.learned
         if learned or self.config.own != 1:
-            scores = scores * (self.use(self.own_weight).to(scores.dtype) if learned else self.config.own)
+            scores = scores * (
+                self.use(self.own_weight).to(scores.dtype) if learned else self.config.own
+            )
         if previous is None or not self.previous_score_heads:
             return scores
         if learned or self.config.previous != 1:
-            previous = previous * (self.use(self.previous_weight).to(scores.dtype) if learned else self.config.previous)
+            previous = previous * (
+                self.use(self.previous_weight).to(scores.dtype) if learned else self.config.previous
+            )
         return scores + previous

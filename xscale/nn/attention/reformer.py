@@ -84,8 +84,12 @@ class Reformer(Core):
         labels = labels.repeat_interleave(q.shape[1] // k.shape[1], 2)
         k, values = repeat_kv(F.normalize(k, dim=-1), q.shape[1]), repeat_kv(upcast(v), q.shape[1])
         if self.config.scope == "chunk":
-            return chunked_hash_attention(q, k, values, labels, self.config.chunk_length, mask).to(v.dtype)
-        out = bucketed_attention(q, k, values, labels, self.config.chunk_length, mask, avoid_self=True)
+            return chunked_hash_attention(q, k, values, labels, self.config.chunk_length, mask).to(
+                v.dtype
+            )
+        out = bucketed_attention(
+            q, k, values, labels, self.config.chunk_length, mask, avoid_self=True
+        )
         return out[:, :, mask.offset :].to(v.dtype)
 
     def hash(self, x: Tensor) -> Tensor:
@@ -101,5 +105,9 @@ class Reformer(Core):
         reach, rounds = self.config.chunk_length, self.config.hashes
         reach = min(reach, keys) if self.config.scope == "chunk" else reach
         neighbours = 1 if reach == keys and self.config.scope == "chunk" else 2
-        seen = (neighbours if self.causal or self.config.scope == "chunk" else 3) * reach * (-(-keys // reach) * reach)
+        seen = (
+            (neighbours if self.causal or self.config.scope == "chunk" else 3)
+            * reach
+            * (-(-keys // reach) * reach)
+        )
         return float(heads * rounds * head_width * (2 * seen + keys * self.config.buckets // 2))

@@ -45,7 +45,9 @@ class RelativeLocal(Core):
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
         self.block = config.block
-        self.declare("table", (heads, 2 * config.block, head_width), ("heads", "state", "state"), dims.init)
+        self.declare(
+            "table", (heads, 2 * config.block, head_width), ("heads", "state", "state"), dims.init
+        )
 
     @classmethod
     def example(cls) -> "RelativeLocal.Config":
@@ -57,9 +59,13 @@ class RelativeLocal(Core):
         first, before = divmod(mask.offset, self.block)
         scaled = F.pad(upcast(q) * q.shape[-1] ** -0.5, (0, 0, before, 0))
         rows = split_chunks(scaled, 2, self.block)  # [B, H, M, N, K]
-        keys, values = (self._two_blocks(repeat_kv(upcast(x), q.shape[1]), first) for x in (k, v))  # [B, H, M, 2N, K]
+        keys, values = (
+            self._two_blocks(repeat_kv(upcast(x), q.shape[1]), first) for x in (k, v)
+        )  # [B, H, M, 2N, K]
         scores = rows @ keys.mT + self._relative(rows)  # [B, H, M, N, 2N]
-        weights = self.drop_weights(masked_softmax(scores, self._hidden(mask, rows.shape[2], q.device)), mask)
+        weights = self.drop_weights(
+            masked_softmax(scores, self._hidden(mask, rows.shape[2], q.device)), mask
+        )
         out = (weights @ values).flatten(2, 3)[:, :, before : before + mask.queries]
         return out.to(v.dtype)
 
@@ -88,7 +94,9 @@ class RelativeLocal(Core):
         if documents is None:
             return hidden
         # A key's document; padding, which causal order hides, has that of the last token.
-        by_query, by_key = (documents[:, places.clamp(0, mask.keys - 1)] for places in (queries, keys))
+        by_query, by_key = (
+            documents[:, places.clamp(0, mask.keys - 1)] for places in (queries, keys)
+        )
         return hidden | (by_query != by_key)[:, None]
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:

@@ -15,7 +15,11 @@ from torch.nn import Parameter
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
-from xscale.nn.attention.ops.chunked_scan import decayed_sums, scan_multiply_adds, trigonometric_attention
+from xscale.nn.attention.ops.chunked_scan import (
+    decayed_sums,
+    scan_multiply_adds,
+    trigonometric_attention,
+)
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.random_features import RandomProjection
@@ -60,7 +64,9 @@ class Rfa(Core):
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
         self.config = config
-        self.projection = RandomProjection(config.features, head_width, config.seed + dims.layer, config.redraw)
+        self.projection = RandomProjection(
+            config.features, head_width, config.seed + dims.layer, config.redraw
+        )
         self.declare("sigma", (heads, head_width), ("heads", "state"), ONES, decays=False)
         if config.gated:
             # Its last column is a bias, so none of it decays.
@@ -68,7 +74,11 @@ class Rfa(Core):
 
     @property
     def unsummable_state(self) -> str | None:
-        return "gated states decay and cannot be summed; take gated=false" if self.config.gated else None
+        return (
+            "gated states decay and cannot be summed; take gated=false"
+            if self.config.gated
+            else None
+        )
 
     @classmethod
     def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
@@ -84,18 +94,26 @@ class Rfa(Core):
         fq, fk = self._map(q, directions), self._map(k, directions)
         kernel = self.kernel_choices.get("linear_attention")
         if not self.config.gated:
-            return trigonometric_attention(fq, fk, v, mask, torch.ones_like(fk[..., :1]), kernel=kernel)
+            return trigonometric_attention(
+                fq, fk, v, mask, torch.ones_like(fk[..., :1]), kernel=kernel
+            )
         gate = upcast(self.use(self.gate))
-        log_keep = F.logsigmoid((upcast(k) * gate[:, None, :-1]).sum(-1) + gate[:, None, -1])  # [B, H, S]
+        log_keep = F.logsigmoid(
+            (upcast(k) * gate[:, None, :-1]).sum(-1) + gate[:, None, -1]
+        )  # [B, H, S]
         written = (fk * (-log_keep.expm1())[..., None], F.pad(upcast(v), (0, 1), value=1.0))
         sums = decayed_sums(fq, *written, log_keep, mask, kernel=kernel)
-        out: Tensor = sums[..., :-1] / _clamp_abs(sums[..., -1:], float(torch.finfo(sums.dtype).eps))
+        out: Tensor = sums[..., :-1] / _clamp_abs(
+            sums[..., -1:], float(torch.finfo(sums.dtype).eps)
+        )
         return out.to(v.dtype)
 
     def _map(self, x: Tensor, directions: Tensor) -> Tensor:
         x = F.normalize(upcast(x), dim=-1) * upcast(self.use(self.sigma))[:, None]
         along = x @ directions.mT
-        pair: Tensor = torch.cat((along.sin(), along.cos()), -1) * float(directions.shape[0]) ** -0.5
+        pair: Tensor = (
+            torch.cat((along.sin(), along.cos()), -1) * float(directions.shape[0]) ** -0.5
+        )
         return pair
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:

@@ -21,7 +21,12 @@ from torch.nn import Parameter
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.bucketed import tile_buckets, tile_places, tiled_attention
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
-from xscale.nn.attention.ops.kmeans import centroid_scores, centroid_sums, centroid_target, normalize_points
+from xscale.nn.attention.ops.kmeans import (
+    centroid_scores,
+    centroid_sums,
+    centroid_target,
+    normalize_points,
+)
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
@@ -71,7 +76,9 @@ class RoutingTransformer(Core):
         self.config = config
         self.heads = heads
         # A parameter, so that it is initialised, sharded and saved like others; `update_state` moves it, no gradient.
-        self.declare("centroids", (heads, config.clusters, head_width), ("heads", "state", "state"), START)
+        self.declare(
+            "centroids", (heads, config.clusters, head_width), ("heads", "state", "state"), START
+        )
         self.centroids.requires_grad_(False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
@@ -82,14 +89,20 @@ class RoutingTransformer(Core):
             repeat_kv(upcast(v), q.shape[1]),
         )
         if mask.causal:
-            query_clusters, key_clusters = (centroid_scores(x.detach(), centroids).argmax(-1) for x in (q, k))
+            query_clusters, key_clusters = (
+                centroid_scores(x.detach(), centroids).argmax(-1) for x in (q, k)
+            )
             tiles = tile_buckets(query_clusters, key_clusters, self.config.window, mask)
-            out = tiled_attention(q * q.shape[-1] ** -0.5, k, values, tiles, avoid_self=mask.shared_qk)
+            out = tiled_attention(
+                q * q.shape[-1] ** -0.5, k, values, tiles, avoid_self=mask.shared_qk
+            )
         else:
             out = self._bidirectional(q, k, values, centroids)
         if self.training and mask.stats is not None:
             points = (q.detach(), k.detach())
-            sums = centroid_sums(centroids, self.first_head, self.heads, *points, padding=mask.key_padding)
+            sums = centroid_sums(
+                centroids, self.first_head, self.heads, *points, padding=mask.key_padding
+            )
             mask.stats.record(self, "found", sums)
         return out.to(v.dtype)
 
@@ -109,7 +122,9 @@ class RoutingTransformer(Core):
         )  # [B, H, C, W, K]
         cluster_out = (rows @ keys.mT * q.shape[-1] ** -0.5).softmax(-1) @ values
         index = query_index.flatten(2)[..., None]
-        sums = torch.zeros_like(q).scatter_add(2, index.expand(-1, -1, -1, q.shape[-1]), cluster_out.flatten(2, 3))
+        sums = torch.zeros_like(q).scatter_add(
+            2, index.expand(-1, -1, -1, q.shape[-1]), cluster_out.flatten(2, 3)
+        )
         counts = q.new_zeros(*q.shape[:3], 1).scatter_add(2, index, q.new_ones(index.shape))
         return sums / counts.clamp(min=1)
 
@@ -119,7 +134,9 @@ class RoutingTransformer(Core):
             scores = tile_places(queries, keys, window) * 2 * window
             return float(heads * head_width * ((queries + keys) * clusters + 2 * scores))
         size = -(-keys // clusters)
-        return float(heads * head_width * ((queries + keys) * clusters + 2 * clusters * size * size))
+        return float(
+            heads * head_width * ((queries + keys) * clusters + 2 * clusters * size * size)
+        )
 
 
 def _take(x: Tensor, at: Tensor) -> Tensor:

@@ -58,12 +58,19 @@ class Scatterbrain(Core):
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
         self.config = config
-        self.projection = RandomProjection(config.features, head_width, config.seed + dims.layer, False)
-        self.turns = RandomProjection(config.buckets // 2, head_width, config.seed + dims.layer + 1, False)
+        self.projection = RandomProjection(
+            config.features, head_width, config.seed + dims.layer, False
+        )
+        self.turns = RandomProjection(
+            config.buckets // 2, head_width, config.seed + dims.layer + 1, False
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         scale = q.shape[-1] ** -0.25
-        k, ones = repeat_kv(upcast(k) * scale, q.shape[1]), F.pad(repeat_kv(upcast(v), q.shape[1]), (0, 1), value=1.0)
+        k, ones = (
+            repeat_kv(upcast(k) * scale, q.shape[1]),
+            F.pad(repeat_kv(upcast(v), q.shape[1]), (0, 1), value=1.0),
+        )
         q = upcast(q) * scale
         directions = self.projection(q, None)
         along = q @ directions.mT
@@ -74,14 +81,25 @@ class Scatterbrain(Core):
         sums, highest = log_feature_sums(fq, log_fk, ones, mask, kernel=kernel)
         highest = highest.expand(k.shape[:3])  # [B, H, S]
         # Queries' features omit exp(-|q|^2 / 2), keys' are relative to m_i, and all omit 1 / F: so do the exact scores.
-        lift = q.square().sum(-1) / 2 - top[..., 0] - highest[:, :, mask.offset :] + math.log(self.config.features)
+        lift = (
+            q.square().sum(-1) / 2
+            - top[..., 0]
+            - highest[:, :, mask.offset :]
+            + math.log(self.config.features)
+        )
         tiles = tile_buckets(self._hash(q), self._hash(k), self.config.window, mask)
-        exact = tiles.queries(q) @ tiles.keys(k).mT + tiles.queries(lift[..., None])  # [B, H, M, C, W]
+        exact = tiles.queries(q) @ tiles.keys(k).mT + tiles.queries(
+            lift[..., None]
+        )  # [B, H, M, C, W]
         exact = exact.masked_fill(~tiles.visible, float("-inf"))
         # The larger of features and exact scores has weights of 1 at most.
-        largest = tiles.to_sequence(exact.detach().amax(-1, keepdim=True).clamp(min=0))  # [B, H, T, 1]
+        largest = tiles.to_sequence(
+            exact.detach().amax(-1, keepdim=True).clamp(min=0)
+        )  # [B, H, T, 1]
         fk = (log_fk - highest[..., None]).exp()
-        rises = tiles.keys(highest[..., None]).mT - tiles.queries(highest[:, :, mask.offset :, None])
+        rises = tiles.keys(highest[..., None]).mT - tiles.queries(
+            highest[:, :, mask.offset :, None]
+        )
         estimate = (tiles.queries(fq) @ tiles.keys(fk).mT) * rises.clamp(max=0).exp()
         shift = tiles.queries(largest)
         weights = (exact - shift).exp() - estimate.masked_fill(~tiles.visible, 0.0) * (-shift).exp()
@@ -95,7 +113,11 @@ class Scatterbrain(Core):
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         config = self.config
-        scores = tile_places(queries, keys, config.window) * min(config.window, keys) * (2 if self.causal else 3)
+        scores = (
+            tile_places(queries, keys, config.window)
+            * min(config.window, keys)
+            * (2 if self.causal else 3)
+        )
         hashed = (queries + keys) * head_width * config.buckets // 2
         sparse = scores * (2 * head_width + 1 + config.features) + hashed
         features = (queries + keys) * config.features * head_width

@@ -39,7 +39,9 @@ from xscale.nn.init import Init
         context=("ulysses",),
         decode=True,
     ),
-    deviations=("A block is represented by the mean of each head's keys; the paper: by the sum of the layer's input.",),
+    deviations=(
+        "A block is represented by the mean of each head's keys; the paper: by the sum of the layer's input.",
+    ),
 )
 class SinkhornCore(Core):
     first: Parameter
@@ -79,7 +81,9 @@ class SinkhornCore(Core):
         k, values = repeat_kv(upcast(k), q.shape[1]), repeat_kv(upcast(v), q.shape[1])
         rows, keys, values = (split_chunks(x, 2, size) for x in (q, k, values))  # [B, H, N, b, K]
         places = self.places(keys, length)  # [B, H, N, N]
-        filled = split_chunks(torch.ones(length, dtype=torch.bool, device=q.device), 0, size)  # [N, b]
+        filled = split_chunks(
+            torch.ones(length, dtype=torch.bool, device=q.device), 0, size
+        )  # [N, b]
         got_k, got_v = ((places @ x.flatten(3)).view_as(x) for x in (keys, values))
         if not self.causal and length % size:
             scale = _place_scale(places, filled)
@@ -93,10 +97,14 @@ class SinkhornCore(Core):
         else:
             # Blocks become batches, whose heads have one mask.
             inputs = (rows, torch.cat((keys, got_k), 3), torch.cat((values, got_v), 3))
-            rows, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in inputs)  # [B * N, H, b or 2b, K]
+            rows, keys, values = (
+                x.transpose(1, 2).flatten(0, 1) for x in inputs
+            )  # [B * N, H, b or 2b, K]
             allowed = self._allowed(len(rows) // len(q), length, q.device)
             if allowed is not None:
-                allowed = allowed.expand(len(q), *allowed.shape).flatten(0, 1)[:, None]  # [B * N, 1, b, 2b]
+                allowed = allowed.expand(len(q), *allowed.shape).flatten(0, 1)[
+                    :, None
+                ]  # [B * N, 1, b, 2b]
             out = self.random.attention(rows, keys, values, 0.0, attn_mask=allowed)
             out = out.view(len(q), -1, *out.shape[1:]).transpose(1, 2).flatten(2, 3)
         return out[:, :, mask.offset : length].to(v.dtype)
@@ -117,7 +125,9 @@ class SinkhornCore(Core):
             return torch.cat((hidden, hidden[:1].expand_as(hidden)), -1)
         hidden = hidden | (positions[:, None] > positions[:, :, None])
         # The first block has no earlier block to receive.
-        return torch.cat((hidden, (positions[:, :1] < size).expand(-1, size)[:, None].expand_as(hidden)), -1)
+        return torch.cat(
+            (hidden, (positions[:, :1] < size).expand(-1, size)[:, None].expand_as(hidden)), -1
+        )
 
     def places(self, keys: Tensor, length: int) -> Tensor:
         """Soft permutation P: weight of block j at place i, from keys [B, H, N, b, K] -> [B, H, N, N]."""
@@ -133,12 +143,21 @@ class SinkhornCore(Core):
         scores = inner @ self.use(self.second).to(means.dtype)[..., :blocks]
         if self.training:
             scores = scores + self.random.gumbel(scores, ("batch", "heads", "state", "state"))
-        return sinkhorn_normalize(scores / self.config.temperature, self.config.iterations, self.causal)
+        return sinkhorn_normalize(
+            scores / self.config.temperature, self.config.iterations, self.causal
+        )
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         size, blocks = self.config.block, -(-keys // self.config.block)
-        sort = blocks * head_width * (head_width + self.second.shape[2]) + 2 * blocks * blocks * size * head_width
-        seen = 2 * size if self.config.sortcut_blocks is None else min(self.config.sortcut_blocks, blocks) * size
+        sort = (
+            blocks * head_width * (head_width + self.second.shape[2])
+            + 2 * blocks * blocks * size * head_width
+        )
+        seen = (
+            2 * size
+            if self.config.sortcut_blocks is None
+            else min(self.config.sortcut_blocks, blocks) * size
+        )
         return float(heads * (sort + 2 * blocks * size * seen * head_width))
 
 
@@ -151,7 +170,9 @@ def sinkhorn_normalize(scores: Tensor, iterations: int, causal: bool) -> Tensor:
         scores = scores - scores.logsumexp(-1, keepdim=True)
         scores = scores.masked_fill(hidden, -1e9) if causal else scores
         # A row of a causal matrix must not depend on the rows below it.
-        scores = scores - (scores.logcumsumexp(-2) if causal else scores.logsumexp(-2, keepdim=True))
+        scores = scores - (
+            scores.logcumsumexp(-2) if causal else scores.logsumexp(-2, keepdim=True)
+        )
         if causal:
             scores = scores.masked_fill(hidden, -1e9)
     return scores.exp()
@@ -162,4 +183,6 @@ def _place_scale(places: Tensor, filled: Tensor) -> Tensor:
     that have the place, by P [B, H, N, N] and `filled` [N, b]; 0: none has it."""
     total = places.sum(-1, keepdim=True)  # [B, H, N, 1]
     have = places @ filled.to(places.dtype)  # [B, H, N, b]
-    return torch.where(filled[0], total / have.clamp(min=torch.finfo(have.dtype).tiny), 0.0)[..., None]
+    return torch.where(filled[0], total / have.clamp(min=torch.finfo(have.dtype).tiny), 0.0)[
+        ..., None
+    ]

@@ -73,7 +73,9 @@ class Skyformer(Core):
 
 def gaussian(a: Tensor, b: Tensor) -> Tensor:
     """exp(-|a_i - b_j|^2 / 2): [..., M, K] and [..., N, K] -> [..., M, N]."""
-    squared_distance = a.square().sum(-1, keepdim=True) + b.square().sum(-1)[..., None, :] - 2 * (a @ b.mT)
+    squared_distance = (
+        a.square().sum(-1, keepdim=True) + b.square().sum(-1)[..., None, :] - 2 * (a @ b.mT)
+    )
     return (-squared_distance.clamp(min=0) / 2).exp()
 
 

@@ -22,7 +22,12 @@ from xscale.nn.attention.ops.relative_blocks import relative_attention, uses_blo
 from xscale.nn.dims import Dims
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.position import POSITIONS, Position
-from xscale_kernels.packed_attention import COMPILED, library_refusals, packed_attention, runs_compiled
+from xscale_kernels.packed_attention import (
+    COMPILED,
+    library_refusals,
+    packed_attention,
+    runs_compiled,
+)
 from xscale_kernels.select import log_choice
 
 LEAST_PACKED = 512
@@ -93,19 +98,31 @@ class Softmax(Core):
                 spans=mask.document_spans,
             )
         if self._uses_flex(q, mask):
-            blocks = mask.derive(f"key_blocks/{q.device}", lambda: KeyBlocks.of_mask(mask, q.device))
+            blocks = mask.derive(
+                f"key_blocks/{q.device}", lambda: KeyBlocks.of_mask(mask, q.device)
+            )
             return self._flex.attend(q, k, v, mask, blocks, self.sink_logits())
         terms, relative_bias = mask.position_terms, mask.relative_bias
         if relative_bias is not None:
             assert self._uses_blocks(q, k, mask), "see `prefers_relative_bias`"
             return relative_attention(
-                q, k, v, mask, lambda distances: DistanceTables(bias=relative_bias(distances)), mask.bias_reach
+                q,
+                k,
+                v,
+                mask,
+                lambda distances: DistanceTables(bias=relative_bias(distances)),
+                mask.bias_reach,
             )
         tables = None if terms is None or not self._uses_blocks(q, k, mask) else terms.tables(q)
         if terms is not None and tables is not None:
             return relative_attention(q, k, v, mask, tables, terms.position.reach)
         adds_values = terms is not None and terms.adds_values
-        if self.soft_cap is not None or self.sinks is not None or mask.observed is not None or adds_values:
+        if (
+            self.soft_cap is not None
+            or self.sinks is not None
+            or mask.observed is not None
+            or adds_values
+        ):
             # Operators that keep all scores, which may be capped or have sinks, and whose weights a position may read;
             # and which know queries without a key.
             return self.mix_values(self.attention_weights(q, k, mask), v, mask)
@@ -123,7 +140,9 @@ class Softmax(Core):
             attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
         return self.random.attention(q, k, v, dropout, attn_mask=attn_mask)
 
-    def prefers_relative_bias(self, position: Position, q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
+    def prefers_relative_bias(
+        self, position: Position, q: Tensor, k: Tensor, mask: AttentionMask
+    ) -> bool:
         relative = POSITIONS.get(str(position.Config.kind)).traits.relative
         if self.reads_bias or not (position.adds_bias and relative):
             return False
@@ -134,9 +153,16 @@ class Softmax(Core):
 
     def _uses_packed_kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> bool:
         """Return whether an implementation of packed_attention for a GPU attends, in place of FlexAttention."""
-        dropout, named = mask.dropout if self.training else 0.0, "packed_attention" in self.kernel_choices
+        dropout, named = (
+            mask.dropout if self.training else 0.0,
+            "packed_attention" in self.kernel_choices,
+        )
         changes_scores = self.soft_cap is not None or self.sinks is not None
-        if self.implementation == "flex" or changes_scores or not (q.is_cuda and _is_packed(mask, dropout)):
+        if (
+            self.implementation == "flex"
+            or changes_scores
+            or not (q.is_cuda and _is_packed(mask, dropout))
+        ):
             return False
         if torch.compiler.is_compiling():
             # Spans that are not there yet would be found in the graph, which depends on them then.
@@ -159,7 +185,9 @@ class Softmax(Core):
         if self.implementation == "flex":
             if reason is not None:
                 fix = "Take auto or dense."
-                raise ConfigError("core.implementation", f"flex does not support this call: {reason}", fix)
+                raise ConfigError(
+                    "core.implementation", f"flex does not support this call: {reason}", fix
+                )
             return True
         if not q.is_cuda or reason is not None or mask.bias is not None:
             return False
@@ -167,7 +195,11 @@ class Softmax(Core):
             # The tables have a column for each distance, for each query or key.
             reach = terms.position.reach
             return reach is not None and reach * (1 if mask.causal else 2) < mask.keys
-        return self.sinks is not None or mask.relative_bias is not None or mask.query_documents is not None
+        return (
+            self.sinks is not None
+            or mask.relative_bias is not None
+            or mask.query_documents is not None
+        )
 
     def _uses_blocks(self, q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
         """Return whether to attend a block of queries at a time, where relative positions have terms of the scores."""
@@ -195,8 +227,14 @@ class Softmax(Core):
 
 def _is_packed(mask: AttentionMask, dropout: float) -> bool:
     """Return whether there are packed documents, and only they, and causal order, hide keys of a sequence from it."""
-    is_biased = any(bias is not None for bias in (mask.bias, mask.relative_bias, mask.position_terms))
-    is_cut = mask.key_prefix is not None or mask.observed is not None or mask.query_documents is not mask.key_documents
+    is_biased = any(
+        bias is not None for bias in (mask.bias, mask.relative_bias, mask.position_terms)
+    )
+    is_cut = (
+        mask.key_prefix is not None
+        or mask.observed is not None
+        or mask.query_documents is not mask.key_documents
+    )
     is_packed = mask.query_documents is not None and mask.queries == mask.keys
     return is_packed and not (is_biased or is_cut or dropout)
 

@@ -33,7 +33,9 @@ ANY_CORE = ("position_dependent", "random", "running_stats")
 
 @CORES.register(
     "split_heads",
-    traits=replace(SCORES, position_dependent=True, prefix=False, cross=False, cost="2 * T * w * K"),
+    traits=replace(
+        SCORES, position_dependent=True, prefix=False, cross=False, cost="2 * T * w * K"
+    ),
 )
 class SplitHeads(Core):
     class Config(Core.Config):
@@ -62,7 +64,9 @@ class SplitHeads(Core):
 
     @classmethod
     def example(cls) -> Any:
-        return cls.Config(cores=(BlockSparse.Config(pattern=Window.Config(), block=16), Softmax.Config()))
+        return cls.Config(
+            cores=(BlockSparse.Config(pattern=Window.Config(), block=16), Softmax.Config())
+        )
 
     @classmethod
     def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
@@ -75,7 +79,11 @@ class SplitHeads(Core):
             if CORES.of(core).part.traits_of(core).previous_scores:
                 what = f"'{core.kind}' hands its scores to the same heads of the next block, and has some heads only"
                 problems.append(
-                    Problem(f"{path}.cores.{index}", what, choices=kinds(["softmax"], f"{path}.cores.{index}"))
+                    Problem(
+                        f"{path}.cores.{index}",
+                        what,
+                        choices=kinds(["softmax"], f"{path}.cores.{index}"),
+                    )
                 )
         if config.shares is not None and len(config.shares) != len(config.cores):
             what = f"{len(config.shares)} shares for {len(config.cores)} cores"
@@ -89,12 +97,16 @@ class SplitHeads(Core):
         period = sum(_shares(config))
         if heads % period:
             what = f"heads={heads} cannot be shared as {' to '.join(map(str, _shares(config)))}"
-            fitting = take(*multiples_near(heads, period), key=f"{path.removesuffix('.core')}.heads")
+            fitting = take(
+                *multiples_near(heads, period), key=f"{path.removesuffix('.core')}.heads"
+            )
             return [Problem(f"{path}.shares", what, choices=take(None) + fitting)]
         return [
             problem
             for index, (core, share) in enumerate(zip(config.cores, _shares(config), strict=True))
-            for problem in CORES.of(core).part.check_heads(core, heads // period * share, f"{path}.cores.{index}")
+            for problem in CORES.of(core).part.check_heads(
+                core, heads // period * share, f"{path}.cores.{index}"
+            )
         ]
 
     @classmethod
@@ -127,12 +139,17 @@ class SplitHeads(Core):
             for field in fields(CoreTraits)
             if field.type is bool or field.type == "bool"
         }
-        costs = [_with_values(core_traits.cost, core) for core_traits, core in zip(traits, config.cores, strict=True)]
+        costs = [
+            _with_values(core_traits.cost, core)
+            for core_traits, core in zip(traits, config.cores, strict=True)
+        ]
         shares = _shares(config)
         cost = " + ".join(f"{share} * ({cost})" for share, cost in zip(shares, costs, strict=True))
         # Heads can be spread over ranks whatever is done with them; the other styles are one core's own.
         ulysses = all("ulysses" in core_traits.context for core_traits in traits)
-        return CoreTraits(**flags, cost=f"({cost}) / {sum(shares)}", context=("ulysses",) if ulysses else ())
+        return CoreTraits(
+            **flags, cost=f"({cost}) / {sum(shares)}", context=("ulysses",) if ulysses else ()
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         # Keys stay grouped where each group of query heads has whole turns of the cores.
@@ -142,8 +159,12 @@ class SplitHeads(Core):
         for (core, share, select), width in zip(self._turns(), self.widths, strict=True):
             core.first_head = self.first_head // self.head_period * share
             queries = select(q[..., :width], 1)
-            keys, values = (select(x, 1) if x.shape[1] == q.shape[1] else x for x in (k[..., :width], v))
-            outs.append(core(queries, keys, values, _mask_of(mask, select, heads)).unflatten(1, (-1, share)))
+            keys, values = (
+                select(x, 1) if x.shape[1] == q.shape[1] else x for x in (k[..., :width], v)
+            )
+            outs.append(
+                core(queries, keys, values, _mask_of(mask, select, heads)).unflatten(1, (-1, share))
+            )
         return torch.cat(outs, 2).flatten(1, 2)  # [B, H, T, K]
 
     def _turns(self) -> Iterator[tuple[Core, int, Callable[[Tensor, int], Tensor]]]:
@@ -165,13 +186,17 @@ class SplitHeads(Core):
 
     def head_cores(self, heads: int) -> list[tuple[Core, int]]:
         periods = heads // self.head_period
-        return [pair for core, share, _ in self._turns() for pair in core.head_cores(periods * share)]
+        return [
+            pair for core, share, _ in self._turns() for pair in core.head_cores(periods * share)
+        ]
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         periods = heads // self.head_period
         return sum(
             # Scores of narrow heads cost less than their weighted sums of values.
-            core.multiply_adds(queries, keys, periods * share, head_width) * (width / head_width + 1) / 2
+            core.multiply_adds(queries, keys, periods * share, head_width)
+            * (width / head_width + 1)
+            / 2
             for (core, share, _), width in zip(self._turns(), self.widths, strict=True)
         )
 
@@ -193,7 +218,9 @@ def _with_values(cost: str, config: Any) -> str:
     return cost
 
 
-def _mask_of(mask: AttentionMask, select: Callable[[Tensor, int], Tensor], heads: Tensor) -> AttentionMask:
+def _mask_of(
+    mask: AttentionMask, select: Callable[[Tensor, int], Tensor], heads: Tensor
+) -> AttentionMask:
     """Return the mask with the bias and the position's terms of the selected heads."""
     if mask.position_terms is not None:
         mask = replace(mask, position_terms=mask.position_terms.select_heads(select(heads, 0)))

@@ -55,7 +55,10 @@ class TransformerLs(Core):
         super().__init__(config, dims, heads, head_width)
         self.config = config
         self.declare(
-            "mix", (heads, head_width, config.projection_rank), ("heads", "state", "state"), Init(std=head_width**-0.5)
+            "mix",
+            (heads, head_width, config.projection_rank),
+            ("heads", "state", "state"),
+            Init(std=head_width**-0.5),
         )
         self.declare("gains", (4, head_width), ("state", "state"), ONES, decays=False)
 
@@ -84,7 +87,9 @@ class TransformerLs(Core):
             weights[..., : window_scores.shape[-1]],
             weights[..., window_scores.shape[-1] :],
         )
-        out = (window_scores @ window_v).flatten(2, 3) + projected_scores.flatten(2, 3) @ projected_v
+        out = (window_scores @ window_v).flatten(2, 3) + projected_scores.flatten(
+            2, 3
+        ) @ projected_v
         last: Tensor = out[:, :, mask.offset : mask.offset + queries]
         return last.to(dtype)
 
@@ -105,7 +110,9 @@ class TransformerLs(Core):
             projected_k, projected_v = projected_k.flatten(2, 3), projected_v.flatten(2, 3)
         return self._norm(projected_k, 2), self._norm(projected_v, 3)
 
-    def _hidden(self, segments: int, length: int, window: int, projected: int, device: torch.device) -> Tensor:
+    def _hidden(
+        self, segments: int, length: int, window: int, projected: int, device: torch.device
+    ) -> Tensor:
         size = self.config.segment
         query = torch.arange(segments * size, device=device).view(segments, size, 1)
         segment = torch.arange(segments, device=device)[:, None, None]
@@ -121,4 +128,8 @@ class TransformerLs(Core):
         if not self.causal:
             return float(heads * head_width * (3 * keys * slots + 2 * padded * (3 * size + slots)))
         kept = keys // size * slots
-        return float(heads * head_width * ((keys + 2 * (keys // size * size)) * slots + 2 * padded * (2 * size + kept)))
+        return float(
+            heads
+            * head_width
+            * ((keys + 2 * (keys // size * size)) * slots + 2 * padded * (2 * size + kept))
+        )

@@ -75,18 +75,30 @@ class Yoso(Core):
         problems = super().check(config, dims, path)
         if config.hashes and dims.causal and not dims.cross:
             what = "hash tables sum all keys of a bucket, also later ones, and this model is causal"
-            problems.append(Problem(f"{path}.hashes", what, "That is the expectation.", choices=take(0, None)))
-        elif config.gradient == "exact" and (config.hashes or (config.hashes is None and not dims.causal)):
+            problems.append(
+                Problem(f"{path}.hashes", what, "That is the expectation.", choices=take(0, None))
+            )
+        elif config.gradient == "exact" and (
+            config.hashes or (config.hashes is None and not dims.causal)
+        ):
             what = "an estimate by hashes has no exact gradient"
             problems.append(
-                Problem(f"{path}.gradient", what, choices=take("lower_bound") + take(0, key=f"{path}.hashes"))
+                Problem(
+                    f"{path}.gradient",
+                    what,
+                    choices=take("lower_bound") + take(0, key=f"{path}.hashes"),
+                )
             )
         if config.convolution is not None and dims.cross:
-            what = "positions of two sequences are not comparable, so their values cannot be convolved"
+            what = (
+                "positions of two sequences are not comparable, so their values cannot be convolved"
+            )
             problems.append(Problem(f"{path}.convolution", what, choices=take(None)))
         elif config.convolution is not None and config.convolution % 2 == 0:
             what = f"must be odd, got {config.convolution}"
-            problems.append(Problem(f"{path}.convolution", what, choices=take(config.convolution + 1)))
+            problems.append(
+                Problem(f"{path}.convolution", what, choices=take(config.convolution + 1))
+            )
         return problems
 
     @classmethod
@@ -127,7 +139,9 @@ class Yoso(Core):
             assert mask.key_documents is not None
             # Each document has buckets of its own.
             documents = (mask.query_documents, mask.key_documents)
-            codes = [code + buckets * of[:, None] for code, of in zip(codes, documents, strict=True)]
+            codes = [
+                code + buckets * of[:, None] for code, of in zip(codes, documents, strict=True)
+            ]
             buckets *= 1 + int(max(of.max() for of in documents))
         out: Tensor = HashedSum.apply(q, k, v, *codes, buckets, self.config.tau)  # type: ignore[no-untyped-call]
         return out
@@ -157,7 +171,9 @@ class Yoso(Core):
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
         """Count the hyperplanes and the sums in tables, or the two products of the expectation."""
         if self.hashes:
-            return float(heads * head_width * self.hashes * (self.config.tau + 1) * (queries + keys))
+            return float(
+                heads * head_width * self.hashes * (self.config.tau + 1) * (queries + keys)
+            )
         return 2.0 * heads * queries * keys * head_width
 
 
@@ -194,7 +210,14 @@ class HashedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, query_codes: Tensor, key_codes: Tensor, buckets: int, tau: int
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_codes: Tensor,
+        key_codes: Tensor,
+        buckets: int,
+        tau: int,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, query_codes, key_codes)
         ctx.buckets, ctx.tau = buckets, tau
@@ -224,7 +247,9 @@ _CHANNELS = 8
 """Channels of the weighted sums whose tables are made at once."""
 
 
-def _weighted(read: Tensor, written: Tensor, left: Tensor, right: Tensor, x: Tensor, buckets: int) -> Tensor:
+def _weighted(
+    read: Tensor, written: Tensor, left: Tensor, right: Tensor, x: Tensor, buckets: int
+) -> Tensor:
     """sum_j B_ij (left_i . right_j) x_j: [B, H, T, K]; tables of products keep it linear in the length."""
     channels = []
     for first in range(0, x.shape[-1], _CHANNELS):

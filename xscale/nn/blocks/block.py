@@ -121,12 +121,16 @@ class Block(Module):
         """Whether `memory` is the block's own input, without its position and earlier rounds."""
         self.has_own_cache = False
         """Whether its mixers are those of other blocks too, so that it keeps its own part of the cache."""
-        self.position: Position | None = None if config.position is None else POSITIONS.build(config.position, dims)
+        self.position: Position | None = (
+            None if config.position is None else POSITIONS.build(config.position, dims)
+        )
         self.cross = self.ffn = None
         named = config.named(cross=cross)
         self.order = list(named)
         """Names of the sublayers, in their order."""
-        self.parallel_sublayers = frozenset(name for name, sublayer in named.items() if sublayer.parallel)
+        self.parallel_sublayers = frozenset(
+            name for name, sublayer in named.items() if sublayer.parallel
+        )
         """Names of those that read the input of the one before."""
         self.reads_memory = frozenset(name for name in named if name.startswith("cross"))
         """Names of the sublayers whose keys and values are of `memory`."""
@@ -134,8 +138,12 @@ class Block(Module):
         placement = stream.placement(config.residual)
         for number, (name, sublayer) in enumerate(named.items(), dims.sublayers_before):
             inner = cross_dims(dims) if sublayer.part == "cross" else dims
-            part = (FFNS if sublayer.part == "ffn" else MIXERS).build(config.config_of(sublayer), inner)
-            setattr(self, name, stream.sublayer(config, placement, dims, part, sublayer.factor, number))
+            part = (FFNS if sublayer.part == "ffn" else MIXERS).build(
+                config.config_of(sublayer), inner
+            )
+            setattr(
+                self, name, stream.sublayer(config, placement, dims, part, sublayer.factor, number)
+            )
 
     @staticmethod
     def check(config: BlockConfig, dims: Dims, path: str, *, cross: bool = False) -> list[Problem]:
@@ -154,7 +162,9 @@ class Block(Module):
             if slot == "ffn":
                 problems += FFNS.of(part).part.check(part, dims, at)
             elif sublayer.part == "mixer" or cross:
-                problems += check_mixer(part, cross_dims(dims) if sublayer.part == "cross" else dims, at)
+                problems += check_mixer(
+                    part, cross_dims(dims) if sublayer.part == "cross" else dims, at
+                )
         problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
         problems += check_gates(config.gates, config.residual, f"{path}.gates")
         return problems + check_block_position(config.position, dims, f"{path}.position")
@@ -204,20 +214,30 @@ class Block(Module):
         for name in names:
             before, residual = (before, x) if name in self.parallel_sublayers else (x, None)
             keys = self._keys_of(name, tokens, *memory)
-            x = getattr(self, name)(before, tokens, *keys, residual=residual, edge=edges.of(name), edges=edges)
+            x = getattr(self, name)(
+                before, tokens, *keys, residual=residual, edge=edges.of(name), edges=edges
+            )
         return x
 
-    def _keys_of(self, name: str, tokens: Tokens, memory: Tensor | None, source: Tokens | None) -> tuple[Any, ...]:
+    def _keys_of(
+        self, name: str, tokens: Tokens, memory: Tensor | None, source: Tokens | None
+    ) -> tuple[Any, ...]:
         """Return of what the sublayer makes keys and values, with its tokens; empty: of what it reads itself."""
         content, is_mixer = tokens.get(CONTENT), name.startswith("mixer")
         if content is not None and is_mixer:
             memory, source = content, tokens
         elif name not in self.reads_memory or memory is None:
             return ()
-        return (getattr(self, name).normalised_input(memory, source) if is_mixer else memory), source
+        return (
+            getattr(self, name).normalised_input(memory, source) if is_mixer else memory
+        ), source
 
     def fill_cache(
-        self, x: Any, tokens: Tokens, received: Edges, memory: tuple[Tensor | None, Tokens | None] = (None, None)
+        self,
+        x: Any,
+        tokens: Tokens,
+        received: Edges,
+        memory: tuple[Tensor | None, Tokens | None] = (None, None),
     ) -> Edges:
         """Store in the cache what later tokens read of x [B, T, D], the states of tokens that have left the stack.
 

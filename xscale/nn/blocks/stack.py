@@ -51,7 +51,10 @@ class LayerRule(Config):
     """The sublayers of these blocks, in their order; null: unchanged."""
 
     def applies_to(self, layer: int, depth: int) -> bool:
-        return self.first <= layer < (depth if self.last is None else self.last) and layer % self.every == self.at
+        return (
+            self.first <= layer < (depth if self.last is None else self.last)
+            and layer % self.every == self.at
+        )
 
 
 class BlocksConfig(Config):
@@ -69,7 +72,9 @@ class BlocksConfig(Config):
         changes: dict[str, Any] = {}
         for rule in self.rules:
             if rule.applies_to(layer, self.depth):
-                changes |= {name: part for name in OVERRIDES if (part := getattr(rule, name)) is not None}
+                changes |= {
+                    name: part for name in OVERRIDES if (part := getattr(rule, name)) is not None
+                }
         return self.block.model_copy(update=changes)
 
     def mixers(self) -> list[Mixer.Config]:
@@ -142,7 +147,11 @@ class Stack(Module):
                 key = f"{problem.what}{problem.path.split(')')[-1]}"
                 problems.setdefault(key, with_keys(problem, config, layer, path))
         of_passes = [problem for part in PASSES for problem in part.check(config, dims, path, use)]
-        return [*problems.values(), *check_blocks_together(config, dims, path, cross=use.cross), *of_passes]
+        return [
+            *problems.values(),
+            *check_blocks_together(config, dims, path, cross=use.cross),
+            *of_passes,
+        ]
 
     def forward(
         self,
@@ -199,7 +208,9 @@ class Stack(Module):
         if state.only_fills_cache:
             if tokens.forward.cache is None:
                 return
-            state.edges = block.fill_cache(state.x, tokens, state.edges, (state.memory, state.source))
+            state.edges = block.fill_cache(
+                state.x, tokens, state.edges, (state.memory, state.source)
+            )
             return
         if state.tokens.forward.rng_seed is not None:
             # Each block's dropout is a function of (seed, step, micro-batch, block): the same on every layout, and a

@@ -33,23 +33,34 @@ def with_keys(problem: Problem, config: Any, layer: int, path: str) -> Problem:
         rules = [
             index
             for index, rule in enumerate(config.rules)
-            if rule.applies_to(layer, config.depth) and getattr(rule, inner.partition(".")[0], None) is not None
+            if rule.applies_to(layer, config.depth)
+            and getattr(rule, inner.partition(".")[0], None) is not None
         ]
         return f"{path}.rules.{rules[-1]}.{inner}" if rules else f"{path}.block.{inner}"
 
-    choices = [Choice(tuple((key_of(key), value) for key, value in choice.edits)) for choice in problem.choices]
+    choices = [
+        Choice(tuple((key_of(key), value) for key, value in choice.edits))
+        for choice in problem.choices
+    ]
     return replace(problem, choices=tuple(choices))
 
 
 def _check_parts(config: Any, path: str, *, cross: bool) -> list[Problem]:
     """Check that some block moves information between tokens, and in a decoder with a source some reads it."""
-    parts = {entry.part for layer in range(config.depth) for entry in config.block_config(layer).listed(cross=cross)}
+    parts = {
+        entry.part
+        for layer in range(config.depth)
+        for entry in config.block_config(layer).listed(cross=cross)
+    }
     missing = {"mixer", *["cross"] * cross} - parts
     what = "no block has a sublayer '{}', without which {}"
     lost = {"mixer": "no token sees another", "cross": "the decoder does not read the source"}
     return [
         Problem(
-            f"{path}.block.sublayers", what.format(part, lost[part]), f"Or add {{part: {part}}}.", choices=take(None)
+            f"{path}.block.sublayers",
+            what.format(part, lost[part]),
+            f"Or add {{part: {part}}}.",
+            choices=take(None),
         )
         for part in sorted(missing)
     ]
@@ -65,7 +76,11 @@ def _check_layer_tables(config: Any, dims: Dims, path: str) -> list[Problem]:
     if len(tables) < 2:
         return []
     what = f"the blocks share tables of their cores ({', '.join(tables.values())}), which differ in heads or config"
-    return [Problem(f"{path}.rules", what, "Or take cores with the same heads and config.", choices=take([]))]
+    return [
+        Problem(
+            f"{path}.rules", what, "Or take cores with the same heads and config.", choices=take([])
+        )
+    ]
 
 
 def _check_shared_position(config: Any, dims: Dims, path: str) -> list[Problem]:
@@ -85,7 +100,9 @@ def _check_shared_position(config: Any, dims: Dims, path: str) -> list[Problem]:
             tables.add((mixer.heads, position, mixer.kind == "collaborative", *widths))
     if len(tables) < 2:
         return []
-    heads = ", ".join(str(count) for count in sorted({count for count, *_ in tables if count is not None}))
+    heads = ", ".join(
+        str(count) for count in sorted({count for count, *_ in tables if count is not None})
+    )
     differ = f"heads or position (heads: {heads})" if heads else "position"
     what = f"the blocks share parameters of their position, and their mixers differ in {differ}"
     fix = f"Or take mixers with the same heads and position, or position.{key}=false."

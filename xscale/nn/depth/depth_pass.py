@@ -132,7 +132,9 @@ class DepthPass(Module):
         """Return the output of the stack for x [B, T, D], that of the final norm."""
         return x
 
-    def predict(self, x: Tensor, tokens: Tokens, prediction: Prediction, head: Callable[[Tensor], Tensor]) -> Tensor:
+    def predict(
+        self, x: Tensor, tokens: Tokens, prediction: Prediction, head: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Return what the model makes of the output x [B, T, D]: what `head` does, logits or the summed loss."""
         return head(x)
 
@@ -144,7 +146,9 @@ class DepthPass(Module):
         """Return the fractions of a sequence's tokens that are queries, and that are keys, of each block."""
         return fractions
 
-    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
+    def sends(
+        self, before: Sequence[nn.Module], after: Sequence[nn.Module]
+    ) -> dict[str, SentTensor]:
         """Return what of `Edges` passes from the blocks `before` a stage of a pipeline to those from it on, `after`:
         blocks of this stack, of which there are some before it and some after."""
         return {}

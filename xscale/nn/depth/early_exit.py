@@ -49,10 +49,14 @@ class ExitPolicyConfig(Config):
         for key, criterion in (("window", "uncertainty"), ("power", "vote")):
             value, used = getattr(self, key), self.criterion == criterion
             if used and value is None:
-                problems.append(Problem(f"{path}.{key}", f"'{criterion}' needs it", "Take such as 1."))
+                problems.append(
+                    Problem(f"{path}.{key}", f"'{criterion}' needs it", "Take such as 1.")
+                )
             if not used and value is not None:
                 what = f"is not used by '{self.criterion}'"
-                problems.append(Problem(f"{path}.{key}", what, f"Take null, or criterion={criterion}."))
+                problems.append(
+                    Problem(f"{path}.{key}", what, f"Take null, or criterion={criterion}.")
+                )
         if self.tolerance is not None and self.criterion != "patience":
             what = f"is not used by '{self.criterion}'"
             problems.append(Problem(f"{path}.tolerance", what, "Take null, or criterion=patience."))
@@ -62,7 +66,11 @@ class ExitPolicyConfig(Config):
         """List why no token, or every token at once, would leave by this threshold."""
         value = self.threshold
         if not 0 <= value < math.inf:
-            return [Problem(path, f"a threshold is a number from 0 on, got {value:g}", "Take such as 1.")]
+            return [
+                Problem(
+                    path, f"a threshold is a number from 0 on, got {value:g}", "Take such as 1."
+                )
+            ]
         if self.criterion == "patience" and (value != int(value) or not 1 <= value <= exits - 1):
             what = f"patience is a count of exits, from 1 to {exits - 1} with {exits} exits, got {value:g}"
             fix = f"Take 1 to {exits - 1}." if exits > 1 else "Take at least two exits."
@@ -85,7 +93,13 @@ class ExitPolicyConfig(Config):
             return [float(count) for count in range(1, exits)]
         if self.criterion == "vote":
             power = self.power or 0.0
-            return sorted({votes / cast**power for cast in range(1, exits + 1) for votes in range(1, cast + 1)})
+            return sorted(
+                {
+                    votes / cast**power
+                    for cast in range(1, exits + 1)
+                    for votes in range(1, cast + 1)
+                }
+            )
         most = 1.0 if self.criterion == "uncertainty" else math.log(outputs)
         return [most * share for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)]
 
@@ -112,7 +126,11 @@ def numbers_handed_on(criterion: str, exits: int) -> tuple[str, ...]:
     """Return the names of the numbers of each token that `exits` exits hand on to those of the next pipeline stage."""
     if criterion == "patience":
         return ("left", "predicted", "count")
-    return ("left", *[vote_name(number) for number in range(exits)]) if criterion == "vote" else ("left",)
+    return (
+        ("left", *[vote_name(number) for number in range(exits)])
+        if criterion == "vote"
+        else ("left",)
+    )
 
 
 @dataclass
@@ -146,7 +164,9 @@ class EarlyExit:
     def receive(self, numbers: Mapping[str, Tensor]) -> None:
         """Go on from what the exits of the previous pipeline stage have handed on."""
         scores = {"predicted"} if self.policy.tolerance is not None else set()
-        self._memory = {name: value if name in scores else value.long() for name, value in numbers.items()}
+        self._memory = {
+            name: value if name in scores else value.long() for name, value in numbers.items()
+        }
         del self._memory["left"]
         self.left = numbers["left"] > 0
         # Which blocks they were computed in is read of an output alone.
@@ -167,9 +187,13 @@ class EarlyExit:
         """
         if self.left is None:
             return after
-        return torch.where(shards.of_tokens(with_global_tokens(self.left, tokens))[..., None], before, after)
+        return torch.where(
+            shards.of_tokens(with_global_tokens(self.left, tokens))[..., None], before, after
+        )
 
-    def observe(self, block: int, logits: Tensor, tokens: Any, *, causal: bool, shards: "Shards") -> None:
+    def observe(
+        self, block: int, logits: Tensor, tokens: Any, *, causal: bool, shards: "Shards"
+    ) -> None:
         """Let tokens leave at the exit after `block`, counted from 1, by its logits [B, T, V], or scores [B, T, 1].
 
         `shards` read of the sequence what other ranks have of it.
@@ -180,7 +204,9 @@ class EarlyExit:
             self.blocks = torch.zeros_like(self.left, dtype=torch.long)
         leaves = getattr(self, f"_{self.policy.criterion}")(logits, tokens, block, causal, shards)
         if self.pooled is not None:
-            leaves = (shards.sum_over_sequence((leaves & self.pooled).sum(1)) > 0)[:, None].expand_as(leaves)
+            leaves = (shards.sum_over_sequence((leaves & self.pooled).sum(1)) > 0)[
+                :, None
+            ].expand_as(leaves)
         text = tokens.text_of_shard()
         leaves = leaves & ~self.left if text is None else leaves & ~self.left & text
         if self.keeps_logits:
@@ -203,21 +229,31 @@ class EarlyExit:
         self.blocks = torch.where(self.left, self.blocks, depth)
         return torch.where(self.left[..., None], self.logits, logits.to(self.logits.dtype))
 
-    def _entropy(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
+    def _entropy(
+        self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards"
+    ) -> Tensor:
         return entropy(logits) < self.policy.threshold
 
-    def _patience(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
+    def _patience(
+        self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards"
+    ) -> Tensor:
         tolerance = self.policy.tolerance
         predicted = logits.argmax(-1) if tolerance is None else logits[..., 0]
         previous = self._memory.get("predicted")
         count = torch.zeros_like(predicted, dtype=torch.long)
         if previous is not None:
-            agrees = predicted == previous if tolerance is None else (predicted - previous).abs() < tolerance
+            agrees = (
+                predicted == previous
+                if tolerance is None
+                else (predicted - previous).abs() < tolerance
+            )
             count = torch.where(agrees, self._memory["count"] + 1, 0)
         self._memory |= {"predicted": predicted, "count": count}
         return count >= self.policy.threshold
 
-    def _uncertainty(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
+    def _uncertainty(
+        self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards"
+    ) -> Tensor:
         uncertainty = entropy(logits) / math.log(logits.shape[-1])
         reach, key = self.policy.window or 0, f"exits/{block}"
         before = uncertainty[:, :0]
@@ -237,7 +273,9 @@ class EarlyExit:
         greatest = F.pad(greatest, (after, 0))[:, places.clamp(max=after + greatest.shape[1] - 1)]
         return greatest < self.policy.threshold
 
-    def _vote(self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards") -> Tensor:
+    def _vote(
+        self, logits: Tensor, tokens: Any, block: int, causal: bool, shards: "Shards"
+    ) -> Tensor:
         self._cast(logits)
         votes = self._votes()
         share: Tensor = self._leading(votes)[0] / len(votes) ** (self.policy.power or 0.0)
@@ -288,7 +326,9 @@ def with_global_tokens(numbers: Tensor, tokens: Any) -> Tensor:
     return F.pad(numbers, (tokens.ids.shape[1] - numbers.shape[1], 0))
 
 
-def window_max(before: Tensor, values: Tensor, reach: int, *, causal: bool, documents: Tensor | None) -> Tensor:
+def window_max(
+    before: Tensor, values: Tensor, reach: int, *, causal: bool, documents: Tensor | None
+) -> Tensor:
     """Return the greatest of the values [B, T] of each token and `reach` tokens on each side, causal: on the left.
 
     `before` [B, P] are the values of tokens before these. With `documents` [B, T] a window stays within its document.
@@ -302,7 +342,9 @@ def window_max(before: Tensor, values: Tensor, reach: int, *, causal: bool, docu
     lowest = float("-inf")
     for step in range(1, reach + 1):
         for offset in (-step,) if causal else (-step, step):
-            shifted = F.pad(values, (reach, reach), value=lowest)[:, reach + past + offset :][:, :length]
+            shifted = F.pad(values, (reach, reach), value=lowest)[:, reach + past + offset :][
+                :, :length
+            ]
             if documents is not None:
                 other = F.pad(documents, (reach, reach), value=-1)[:, reach + offset :][:, :length]
                 shifted = torch.where(other == documents, shifted, lowest)

@@ -32,11 +32,17 @@ class BlockEdges:
     def __init__(self, received: Edges | None, mixers: Mapping[str, Mixer]) -> None:
         """`received`: from the block before; None: no block hands on anything. `mixers`: of this one, by sublayer."""
         received = received or {}
-        self.scores = {name: ScoreEdge(received.get(name)) for name, mixer in mixers.items() if mixer.hands_on_scores}
+        self.scores = {
+            name: ScoreEdge(received.get(name))
+            for name, mixer in mixers.items()
+            if mixer.hands_on_scores
+        }
         self.values = ValueEdge(received.get(VALUES))
         self.value_mixers = {name for name, mixer in mixers.items() if mixer.hands_on_values}
         """Names of the sublayers that read or write values."""
-        self.sums = {name: x for name, x in received.items() if name not in mixers and name != VALUES}
+        self.sums = {
+            name: x for name, x in received.items() if name not in mixers and name != VALUES
+        }
         """Sums over the sublayers of the stack so far, to which those of this block add."""
 
     def of(self, name: str) -> Edge | None:
@@ -68,7 +74,9 @@ class PreviousScores(DepthPass):
     has_edges = True
 
     @classmethod
-    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "PreviousScores | None":
+    def build(
+        cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]
+    ) -> "PreviousScores | None":
         return cls() if any(mixer.hands_on_scores for mixer in mixers_of(blocks.values())) else None
 
     @classmethod
@@ -91,19 +99,31 @@ class PreviousScores(DepthPass):
             previous = heads
         return []
 
-    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
+    def sends(
+        self, before: Sequence[nn.Module], after: Sequence[nn.Module]
+    ) -> dict[str, SentTensor]:
         mixers: dict[str, Mixer] = after[0].mixers() if before else {}  # type: ignore[operator]
-        heads = {name: mixer.previous_score_heads for name, mixer in mixers.items() if mixer.hands_on_scores}
+        heads = {
+            name: mixer.previous_score_heads
+            for name, mixer in mixers.items()
+            if mixer.hands_on_scores
+        }
         return {name: SentTensor(score_heads=count) for name, count in heads.items() if count}
 
 
-def _check_heads(name: str, layer: int, available: int | None, heads: int | None, path: str) -> Problem | None:
+def _check_heads(
+    name: str, layer: int, available: int | None, heads: int | None, path: str
+) -> Problem | None:
     """Return why the mixer `name` of block `layer` cannot read the scores of the block before."""
     if available is None:
         what = f"'{name}' reads the attention scores of the block before, which hands on none"
         able = (CORES.get(name) for name in CORES.able(previous_scores=True))
         # Not those that hand them on with some of their settings only.
-        can = ", ".join(entry.name for entry in able if entry.part.traits_of(entry.part.Config()).previous_scores)
+        can = ", ".join(
+            entry.name
+            for entry in able
+            if entry.part.traits_of(entry.part.Config()).previous_scores
+        )
         fix = f"Give block {max(layer - 1, 0)} the mixer attention with one of these cores: {can}."
         return Problem(f"{path} (block {layer})", what, fix)
     if available != heads:
@@ -119,13 +139,19 @@ class FirstValues(DepthPass):
     has_edges = True
 
     @classmethod
-    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "FirstValues | None":
+    def build(
+        cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]
+    ) -> "FirstValues | None":
         """Have all mixers that hand on values, except the first, mix the first one's values into theirs."""
         mixers = [mixer for mixer in mixers_of(blocks.values()) if mixer.hands_on_values]
         for mixer in mixers[1:]:
             mixer.mix_first_values()
         return cls() if mixers else None
 
-    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
-        reads = all(any(mixer.hands_on_values for mixer in mixers_of(blocks)) for blocks in (before, after))
+    def sends(
+        self, before: Sequence[nn.Module], after: Sequence[nn.Module]
+    ) -> dict[str, SentTensor]:
+        reads = all(
+            any(mixer.hands_on_values for mixer in mixers_of(blocks)) for blocks in (before, after)
+        )
         return {VALUES: SentTensor(values=True)} if reads else {}

@@ -40,7 +40,9 @@ class Exit(Module):
         self.norm = norm
         self.head = head
 
-    def forward(self, x: Tensor, targets: Tensor | None, tokens: Tokens, prediction: Prediction) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None, tokens: Tokens, prediction: Prediction
+    ) -> Tensor:
         """Hidden states [B, T, D] -> the loss of targets [B, T], summed, in nats; without targets logits [B, T, V]."""
         head = prediction.head if self.head is None else self.head
         out: Tensor = head(x if self.norm is None else self.norm(x), targets, tokens)
@@ -62,7 +64,11 @@ class Exits(DepthPass):
     }
 
     def __init__(
-        self, config: ExitsConfig, dims: Dims, norm: Callable[[], Norm], make_head: Callable[[], Head]
+        self,
+        config: ExitsConfig,
+        dims: Dims,
+        norm: Callable[[], Norm],
+        make_head: Callable[[], Head],
     ) -> None:
         """`norm` and `make_head` build the parts of one exit."""
         super().__init__()
@@ -73,7 +79,9 @@ class Exits(DepthPass):
         after = config.after(depth)
         self.at = nn.ModuleDict(
             {
-                str(layer): Exit(norm() if config.norm else None, make_head() if config.head == "own" else None)
+                str(layer): Exit(
+                    norm() if config.norm else None, make_head() if config.head == "own" else None
+                )
                 for layer in after
             }
         )
@@ -97,11 +105,15 @@ class Exits(DepthPass):
         return [KeyNeed("parallel.mesh.pp", (1,), read, ((".diversity", 0.0),))]
 
     @classmethod
-    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "Exits | None":
+    def build(
+        cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]
+    ) -> "Exits | None":
         if config.exits is None:
             return None
         assert use.make_head is not None, "`check` refuses exits of a stack without a head"
-        return cls(config.exits, dims, lambda: NORMS.build(config.block.norm, dims.width), use.make_head)
+        return cls(
+            config.exits, dims, lambda: NORMS.build(config.block.norm, dims.width), use.make_head
+        )
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
@@ -112,15 +124,26 @@ class Exits(DepthPass):
         if refused is not None:
             return [Problem(where, refused, "Take null.")]
         if dims.depth == 1:
-            return [Problem(where, "the model's head follows the only block", "Take null, or a deeper stack.")]
-        problems = [*check_blocks(exits, dims.depth, where), *check_losses(exits, dims.causal, where)]
+            return [
+                Problem(
+                    where,
+                    "the model's head follows the only block",
+                    "Take null, or a deeper stack.",
+                )
+            ]
+        problems = [
+            *check_blocks(exits, dims.depth, where),
+            *check_losses(exits, dims.causal, where),
+        ]
         norm = NORMS.of(config.block.norm)
         if exits.norm and norm.traits.batch_statistics:
             what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
             norms = kinds(NORMS.able(batch_statistics=False), f"{path}.block.norm")
             problems.append(Problem(f"{where}.norm", what, choices=take(False) + norms))
         policy = exits.policy
-        return problems + ([] if policy is None else policy.check(len(exits.after(dims.depth)), f"{where}.policy"))
+        return problems + (
+            [] if policy is None else policy.check(len(exits.after(dims.depth)), f"{where}.policy")
+        )
 
     def replace_heads(self, make_head: Callable[[], Any]) -> None:
         self.per_example = make_head().per_example
@@ -136,8 +159,12 @@ class Exits(DepthPass):
         for layer in [layer for layer in self.at if layer not in layers]:
             del self.at[layer]
 
-    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
-        return {f"{self.key}.{name}": SentTensor(per_token=True) for name in self._numbers(len(before))}
+    def sends(
+        self, before: Sequence[nn.Module], after: Sequence[nn.Module]
+    ) -> dict[str, SentTensor]:
+        return {
+            f"{self.key}.{name}": SentTensor(per_token=True) for name in self._numbers(len(before))
+        }
 
     def _numbers(self, blocks: int) -> tuple[str, ...]:
         """Return the names of the numbers of each token that so many blocks hand on to the next pipeline stage."""
@@ -150,14 +177,23 @@ class Exits(DepthPass):
         """Begin with no token that has left; in a pipeline stage with those that have left before."""
         leaving = self.leaving(state.tokens, state.prediction)
         prefix = f"{self.key}."
-        received = {name[len(prefix) :]: edge for name, edge in state.edges.items() if name.startswith(prefix)}
-        state.edges = {name: edge for name, edge in state.edges.items() if not name.startswith(prefix)}
+        received = {
+            name[len(prefix) :]: edge
+            for name, edge in state.edges.items()
+            if name.startswith(prefix)
+        }
+        state.edges = {
+            name: edge for name, edge in state.edges.items() if not name.startswith(prefix)
+        }
         if leaving is not None and received:
             assert state.prediction is not None
             assert state.prediction.targets is not None, "tokens leave in training"
             # Before the text there may be global tokens.
             length = state.prediction.targets.shape[1]
-            full = {name: self.replicated_input(edge[..., None], state.tokens) for name, edge in received.items()}
+            full = {
+                name: self.replicated_input(edge[..., None], state.tokens)
+                for name, edge in received.items()
+            }
             leaving.receive({name: edge[:, -length:, 0] for name, edge in full.items()})
         state.kept[self.key] = leaving
 
@@ -190,11 +226,15 @@ class Exits(DepthPass):
             return
         state.x = self.attach_loss(state.layer, state.x, state.tokens, state.prediction)
         # Later tokens may read what an exit predicts for these.
-        is_read = state.tokens.forward.cache is not None and leaving is not None and leaving.reads_left()
+        is_read = (
+            state.tokens.forward.cache is not None and leaving is not None and leaving.reads_left()
+        )
         if leaving is not None and (is_read or not state.only_fills_cache):
             self.leave(state.layer, state.x, state.tokens, state.prediction, leaving)
 
-    def predict(self, x: Tensor, tokens: Tokens, prediction: Prediction, head: Callable[[Tensor], Tensor]) -> Tensor:
+    def predict(
+        self, x: Tensor, tokens: Tokens, prediction: Prediction, head: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         if tokens.get(EARLY_EXIT) is not None and prediction.targets is None:
             return self.logits(x, tokens, prediction)
         out = head(self.attach_second(x, tokens, prediction))
@@ -208,7 +248,9 @@ class Exits(DepthPass):
         if not self.is_trained(layer, tokens):
             # The metrics have the same columns in all steps: stages of a pipeline rely on it.
             with torch.no_grad():
-                self._record(self.at[str(layer)], self.at[str(layer)](x, targets, tokens, prediction), tokens)
+                self._record(
+                    self.at[str(layer)], self.at[str(layer)](x, targets, tokens, prediction), tokens
+                )
             return x
         read = x if self.config.two_stage is None else x.detach()
         loss = self.at[str(layer)](read, targets, tokens, prediction)
@@ -219,17 +261,26 @@ class Exits(DepthPass):
     def leaving(self, tokens: Tokens, prediction: Prediction | None) -> EarlyExit | None:
         """Return the state of the tokens of a forward that may leave; None: all blocks are computed for every token."""
         since, policy = self.config.self_sampling, self.config.policy
-        if since is None or policy is None or tokens.forward.target_weight is None or progress_of(tokens) < since:
+        if (
+            since is None
+            or policy is None
+            or tokens.forward.target_weight is None
+            or progress_of(tokens) < since
+        ):
             return tokens.get(EARLY_EXIT)
         if prediction is None or prediction.targets is None:
             return None
         return EarlyExit(policy, self.pooled(prediction.targets), keeps_logits=False)
 
     @torch.no_grad()
-    def leave(self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction, leaving: EarlyExit) -> None:
+    def leave(
+        self, layer: int, x: Tensor, tokens: Tokens, prediction: Prediction, leaving: EarlyExit
+    ) -> None:
         """Let tokens leave after block `layer`, whose output is x [B, M + T, D]."""
         if str(layer) in self.at:
-            logits = self.at[str(layer)](x, None, tokens.with_signals({ONLY_LAST_LOGITS: False}), prediction)
+            logits = self.at[str(layer)](
+                x, None, tokens.with_signals({ONLY_LAST_LOGITS: False}), prediction
+            )
             leaving.observe(layer + 1, logits, tokens, causal=self.causal, shards=self)
 
     def logits(self, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
@@ -268,7 +319,9 @@ class Exits(DepthPass):
         # The first token of a document is no target, and behind it is nothing to predict from the document before.
         return following.masked_fill(targets == IGNORE_INDEX, IGNORE_INDEX)
 
-    def _attach_diversity(self, part: Any, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
+    def _attach_diversity(
+        self, part: Any, x: Tensor, tokens: Tokens, prediction: Prediction
+    ) -> Tensor:
         """Return x [B, T, D], which an exit reads, with its diversity as a loss; `part` None: the model's head."""
         alpha = self.config.diversity
         targets = prediction.targets
@@ -276,8 +329,12 @@ class Exits(DepthPass):
         if not alpha or targets is None or tokens.forward.target_weight is None:
             return x
         every = tokens.with_signals({ONLY_LAST_LOGITS: False})
-        logits = prediction.head(x, None, every) if part is None else part(x, None, every, prediction)
-        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)  # [B, T, V]
+        logits = (
+            prediction.head(x, None, every) if part is None else part(x, None, every, prediction)
+        )
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(
+            -1
+        )  # [B, T, V]
         is_target = targets != IGNORE_INDEX
         entropies = [-((other.exp() * log_p).sum(-1) * is_target).sum() for other in earlier]
         earlier.append(log_p)
@@ -300,10 +357,16 @@ class Exits(DepthPass):
     def _record(self, part: Any, loss: Tensor, tokens: Tokens) -> None:
         """Record the mean loss of an exit over all targets of the step, as a mean over its micro-batches."""
         forward = tokens.forward
-        if forward.stats is None or forward.aux_loss_weight is None or forward.target_weight is None:
+        if (
+            forward.stats is None
+            or forward.aux_loss_weight is None
+            or forward.target_weight is None
+        ):
             return
         total = self.sum_over_sequence(loss.detach())
-        forward.stats.add(f"{part.path}/loss", total * (forward.target_weight / forward.aux_loss_weight))
+        forward.stats.add(
+            f"{part.path}/loss", total * (forward.target_weight / forward.aux_loss_weight)
+        )
 
     def sum_over_sequence(self, sums: Tensor) -> Tensor:
         """Sum over the tokens of all sequences what a shard of them has. A seam: a sequence may be sharded."""

@@ -49,7 +49,13 @@ class ExitsConfig(Config):
             problems.append(Problem(f"{path}.diversity", what, choices=take(0.0)))
         if scores and policy is not None and policy.criterion != "patience":
             what = f"'{policy.criterion}' reads a distribution or votes, and the objective's labels are scores"
-            keys = {"criterion": "patience", "threshold": 1, "tolerance": 0.1, "window": None, "power": None}
+            keys = {
+                "criterion": "patience",
+                "threshold": 1,
+                "tolerance": 0.1,
+                "window": None,
+                "power": None,
+            }
             patience = change(*[(f"{path}.policy.{key}", value) for key, value in keys.items()])
             problems.append(Problem(f"{path}.policy", what, choices=patience))
         elif scores and policy is not None and policy.tolerance is None:
@@ -91,16 +97,28 @@ def check_losses(config: ExitsConfig, causal: bool, path: str) -> list[Problem]:
         what = "in two stages the exits are trained last, and by_depth ends their losses before"
         problems.append(Problem(f"{path}.stop", what, "Take never, or two_stage=null."))
     if config.second_target and (config.two_stage is not None or not causal):
-        what = "two stages train nothing behind the exits" if causal else "an encoder has no next token"
+        what = (
+            "two stages train nothing behind the exits"
+            if causal
+            else "an encoder has no next token"
+        )
         problems.append(Problem(f"{path}.second_target", what, "Take 0."))
     if config.two_stage is not None and config.weights == "linear":
         what = "in two stages the model's head and the exits are never trained together"
         problems.append(Problem(f"{path}.weights", what, "Take equal, or two_stage=null."))
     if config.diversity and (config.two_stage is not None or config.stop != "never"):
         what = "diversity is that of predictions which are trained together, and these end or begin apart"
-        problems.append(Problem(f"{path}.diversity", what, "Take 0, or two_stage=null and stop=never."))
+        problems.append(
+            Problem(f"{path}.diversity", what, "Take 0, or two_stage=null and stop=never.")
+        )
     if config.self_sampling is not None and (policy is None or config.two_stage is not None):
-        what = "tokens leave by a policy, and there is none" if policy is None else "all blocks are frozen then"
-        fix = "Set policy, or take self_sampling=null." if policy is None else "Take two_stage=null."
+        what = (
+            "tokens leave by a policy, and there is none"
+            if policy is None
+            else "all blocks are frozen then"
+        )
+        fix = (
+            "Set policy, or take self_sampling=null." if policy is None else "Take two_stage=null."
+        )
         problems.append(Problem(f"{path}.self_sampling", what, fix))
     return problems

@@ -41,7 +41,9 @@ no noise."""
 
 
 class GatesConfig(Config):
-    budgets: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(default=(0.25, 0.5, 0.75, 1.0), min_length=1)
+    budgets: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(
+        default=(0.25, 0.5, 0.75, 1.0), min_length=1
+    )
     """Fractions of the sublayers that a token may be computed in, in the mean over its sequence. Each sequence of a
     training batch draws one."""
     budget: float | None = Field(default=None, gt=0, le=1)
@@ -73,7 +75,9 @@ class Gate(Module):
         super().__init__()
         hidden = config.hidden or max(1, width // 4)
         self.declare("first", (hidden, width), ("state", "width"), init)
-        self.declare("biases", (len(config.budgets), hidden), ("state", "state"), ZEROS, decays=False)
+        self.declare(
+            "biases", (len(config.budgets), hidden), ("state", "state"), ZEROS, decays=False
+        )
         self.declare("second", (1, hidden), ("state", "state"), init)
         self.declare("bias", (1,), ("state",), Init("constant", value=config.bias), decays=False)
 
@@ -105,7 +109,10 @@ class GateBudget(DepthPass):
 
     key = "gates"
     has_edges = True
-    seams: ClassVar[Seams] = {"sum_over_sequence": Role.SUM_OVER_TOKENS, "attach_loss": Role.ON_LAST_STAGE}
+    seams: ClassVar[Seams] = {
+        "sum_over_sequence": Role.SUM_OVER_TOKENS,
+        "attach_loss": Role.ON_LAST_STAGE,
+    }
     averages_tokens = True
     averages_text = True
     averages_packed_text = True
@@ -117,7 +124,9 @@ class GateBudget(DepthPass):
         self.sublayers = sublayers
 
     @classmethod
-    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "GateBudget | None":
+    def build(
+        cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]
+    ) -> "GateBudget | None":
         if config.block.gates is None:
             return None
         return cls(config.block.gates, sum(len(block.order) for block in blocks.values()))  # type: ignore[arg-type, misc]
@@ -131,7 +140,9 @@ class GateBudget(DepthPass):
     def finish(self, state: DepthState) -> None:
         state.x = self.attach_loss(state.x, state.edges[GATES], state.tokens)
 
-    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
+    def sends(
+        self, before: Sequence[nn.Module], after: Sequence[nn.Module]
+    ) -> dict[str, SentTensor]:
         return {GATES: SentTensor(per_token=True)} if before else {}
 
     def reads_full_sequence(self) -> str | None:
@@ -173,7 +184,9 @@ class GateBudget(DepthPass):
         budget = mean.new_tensor(self.config.budgets)[budgets]
         loss = self.config.loss_weight * (budget - mean).abs().mean()
         # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
-        weight = None if forward.aux_loss_weight is None else forward.aux_loss_weight * tokens.fraction()
+        weight = (
+            None if forward.aux_loss_weight is None else forward.aux_loss_weight * tokens.fraction()
+        )
         return attach(x, loss, weight)
 
     def sum_over_sequence(self, sums: Tensor) -> Tensor:

@@ -95,16 +95,26 @@ class Halting(DepthPass):
         return [Problem(f"{path}.halting", what, choices=take(None) + without_scores(config))]
 
     @classmethod
-    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "Halting | None":
+    def build(
+        cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]
+    ) -> "Halting | None":
         return None if config.halting is None else cls(config.halting, dims)
 
-    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
+    def sends(
+        self, before: Sequence[nn.Module], after: Sequence[nn.Module]
+    ) -> dict[str, SentTensor]:
         return {f"{self.key}.{name}": about for name, about in SENT.items()}
 
     def start(self, state: DepthState) -> None:
         """Begin with tokens that are all computed; in a pipeline stage as the stage before has left them."""
-        received = {name: state.edges[f"{self.key}.{name}"] for name in SENT if f"{self.key}.{name}" in state.edges}
-        state.edges = {name: edge for name, edge in state.edges.items() if not name.startswith(f"{self.key}.")}
+        received = {
+            name: state.edges[f"{self.key}.{name}"]
+            for name in SENT
+            if f"{self.key}.{name}" in state.edges
+        }
+        state.edges = {
+            name: edge for name, edge in state.edges.items() if not name.startswith(f"{self.key}.")
+        }
         if not received:
             state.kept[self.key] = self.begin(state.x)
             return
@@ -127,10 +137,20 @@ class Halting(DepthPass):
 
     def begin(self, x: Tensor) -> Pondered:
         """Return the state before the first step on x [B, T, D]."""
-        zeros = torch.zeros(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        return Pondered(torch.zeros_like(x, dtype=zeros.dtype), zeros, zeros, zeros, torch.ones_like(zeros).bool())
+        zeros = torch.zeros(
+            x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
+        )
+        return Pondered(
+            torch.zeros_like(x, dtype=zeros.dtype),
+            zeros,
+            zeros,
+            zeros,
+            torch.ones_like(zeros).bool(),
+        )
 
-    def take_step(self, state: Pondered, before: Tensor, after: Tensor, *, last: bool) -> tuple[Tensor, Pondered]:
+    def take_step(
+        self, state: Pondered, before: Tensor, after: Tensor, *, last: bool
+    ) -> tuple[Tensor, Pondered]:
         """Return what the next step reads and the new state: `before` and `after` a step [B, T, D]."""
         logit = after @ self.use(self.weight)[0] + self.use(self.bias)
         p = torch.sigmoid(logit.to(state.total.dtype))  # [B, T]
@@ -152,12 +172,18 @@ class Halting(DepthPass):
     def combine(self, state: Pondered, tokens: Tokens) -> Tensor:
         """Return the outputs [B, T, D], with the ponder cost attached as an auxiliary loss."""
         forward, real = tokens.forward, tokens.real()
-        steps, remainder = (self._of_all(values, tokens) for values in (state.steps, state.remainder))
+        steps, remainder = (
+            self._of_all(values, tokens) for values in (state.steps, state.remainder)
+        )
         cost = mean_over_text(steps + remainder, real, self.sum_over_sequence)
         if forward.stats is not None:
-            forward.stats.add(f"{self.path}/steps", mean_over_text(steps, real, self.sum_over_sequence))
+            forward.stats.add(
+                f"{self.path}/steps", mean_over_text(steps, real, self.sum_over_sequence)
+            )
         # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
-        weight = None if forward.aux_loss_weight is None else forward.aux_loss_weight * tokens.fraction()
+        weight = (
+            None if forward.aux_loss_weight is None else forward.aux_loss_weight * tokens.fraction()
+        )
         return attach(state.output, self.config.ponder_weight * cost, weight)
 
     def _of_all(self, values: Tensor, tokens: Tokens) -> Tensor:

@@ -32,10 +32,14 @@ class ReturnedStates(DepthPass):
         """Whether the last block is here, and not in a later stage of a pipeline."""
 
     @classmethod
-    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "ReturnedStates | None":
+    def build(
+        cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]
+    ) -> "ReturnedStates | None":
         return cls(dims.depth) if use.returns_states else None
 
-    def sends(self, before: Sequence[nn.Module], after: Sequence[nn.Module]) -> dict[str, SentTensor]:
+    def sends(
+        self, before: Sequence[nn.Module], after: Sequence[nn.Module]
+    ) -> dict[str, SentTensor]:
         return {self.key: SentTensor(states=len(before))}
 
     def states_of_output(self) -> int | None:

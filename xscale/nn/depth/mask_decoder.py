@@ -42,7 +42,9 @@ class MaskDecoder(DepthPass):
         return check(config.mask_decoder, last, dims, f"{path}.mask_decoder", config)
 
     @classmethod
-    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "MaskDecoder | None":
+    def build(
+        cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]
+    ) -> "MaskDecoder | None":
         if config.mask_decoder is None:
             return None
         last: Any = blocks[str(config.depth - 1)]
@@ -56,16 +58,22 @@ class MaskDecoder(DepthPass):
         return self.key
 
 
-def check(config: MaskDecoderConfig, block: Any, dims: Dims, path: str, stack: Any) -> list[Problem]:
+def check(
+    config: MaskDecoderConfig, block: Any, dims: Dims, path: str, stack: Any
+) -> list[Problem]:
     """List why the last block of `stack`, of config `block`, cannot decode; `path` is that of the mask decoder."""
     reasons = []
     if dims.causal:
-        reasons.append(("it predicts masked tokens of an encoder, and this model is causal", "Take null."))
+        reasons.append(
+            ("it predicts masked tokens of an encoder, and this model is causal", "Take null.")
+        )
     stream = RESIDUALS.of(block.residual).part
     if stream.placement(block.residual).before is not None:
         what = f"its keys are the output of the block before, and residual '{block.residual.kind}' reads a norm of it"
         able = (entry for entry in RESIDUALS if entry.traits.hidden_states)
-        kinds = [entry.name for entry in able if entry.part.placement(entry.part.Config()).before is None]
+        kinds = [
+            entry.name for entry in able if entry.part.placement(entry.part.Config()).before is None
+        ]
         reasons.append((what, f"Take null, or block.residual among {', '.join(kinds)}."))
     if stream.joins_sublayers:
         what = "its queries pass the sublayers in turn, and the block's residual is 'parallel'"

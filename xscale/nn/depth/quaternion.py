@@ -33,8 +33,12 @@ class QuaternionLinear(Linear):
         """`real`: the map whose place it takes; each of the heads has its own quarter of each component."""
         outputs, inputs = real.weight.shape
         outer, inner = real.axes["weight"]
-        super().__init__(inputs, outputs, (outer, inner), real.init["weight"], bias=real.bias is not None)
-        self.declare("weight", (outputs, inputs // COMPONENTS), ("state", "state"), real.init["weight"])
+        super().__init__(
+            inputs, outputs, (outer, inner), real.init["weight"], bias=real.bias is not None
+        )
+        self.declare(
+            "weight", (outputs, inputs // COMPONENTS), ("state", "state"), real.init["weight"]
+        )
         self.heads = output_heads, input_heads
         # An optimizer of matrices would make the four components orthogonal to each other.
         self.linear_maps.clear()
@@ -57,7 +61,9 @@ def hamilton_matrix(weight: Tensor, output_heads: int = 1, input_heads: int = 1)
     outputs, inputs = len(weight), COMPONENTS * weight.shape[1]
     # W_c . x, component c of the product, has a block of W_c for each component of x.
     blocks = torch.stack(hamilton_rows(weight, 0))  # [4, outputs, inputs / 4]
-    by_head = blocks.view(COMPONENTS, COMPONENTS, output_heads, -1, input_heads, weight.shape[1] // input_heads)
+    by_head = blocks.view(
+        COMPONENTS, COMPONENTS, output_heads, -1, input_heads, weight.shape[1] // input_heads
+    )
     return by_head.permute(2, 0, 3, 4, 1, 5).reshape(outputs, inputs)
 
 
@@ -89,14 +95,18 @@ def check(config: Any, width: int, path: str, *, cross: bool) -> list[Problem]:
             able = FFNS_WITH_QUATERNIONS if sublayer.part == "ffn" else MIXERS_WITH_QUATERNIONS
             if part.kind not in able:
                 what = f"'{part.kind}' has no linear maps of quaternions"
-                problem = Problem(f"{path}.linear_maps", what, f"These have: {', '.join(able)}. {real}")
+                problem = Problem(
+                    f"{path}.linear_maps", what, f"These have: {', '.join(able)}. {real}"
+                )
                 problems.setdefault(what, problem)
                 continue
             for key, size in _sizes(part, width).items():
                 if size % COMPONENTS:
                     what = f"{COMPONENTS} does not divide {key}={size}, whose quarters are the components"
                     near = -(-size // COMPONENTS) * COMPONENTS
-                    problems.setdefault(what, Problem(f"{path}.linear_maps", what, f"Take {near}. {real}"))
+                    problems.setdefault(
+                        what, Problem(f"{path}.linear_maps", what, f"Take {near}. {real}")
+                    )
     return list(problems.values())
 
 

@@ -91,9 +91,15 @@ class TokenWindows:
         has_second = (self.of[second] == self.of[self.first]) & (second != self.first)  # [T']
         has_second = has_second.expand(len(x), -1)
         if tokens.documents is not None:
-            has_second = has_second & (tokens.documents[:, second] == tokens.documents[:, self.first])
+            has_second = has_second & (
+                tokens.documents[:, second] == tokens.documents[:, self.first]
+            )
         first_state, second_state = x[:, self.first], x[:, second]  # [B, T', D]
-        both = (first_state + second_state) / 2 if method == "mean" else torch.maximum(first_state, second_state)
+        both = (
+            (first_state + second_state) / 2
+            if method == "mean"
+            else torch.maximum(first_state, second_state)
+        )
         return torch.where(has_second[..., None], both, first_state)
 
 
@@ -147,19 +153,25 @@ class SequencePooling(DepthPass):
         self.depth = dims.depth
         self.repeats = repeats
         distills = config.before if config.method == "distill" else ()
-        self.distilling = nn.ModuleDict({str(layer): Distilling(dims, config.norm) for layer in distills})
+        self.distilling = nn.ModuleDict(
+            {str(layer): Distilling(dims, config.norm) for layer in distills}
+        )
 
     def needs(self) -> list[KeyNeed]:
         without = ((".", None),)
         received = "a stage would receive hidden states of another length than the sequence's"
-        window = "a window may have tokens of two ranks, and shorter sequences would be sharded anew"
+        window = (
+            "a window may have tokens of two ranks, and shorter sequences would be sharded anew"
+        )
         return [
             KeyNeed("parallel.mesh.pp", (1,), received, without),
             KeyNeed("parallel.mesh.cp", (1,), window, without),
         ]
 
     @classmethod
-    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "SequencePooling | None":
+    def build(
+        cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]
+    ) -> "SequencePooling | None":
         if config.pooling is None:
             return None
         for layer in config.pooling.before if config.pooling.queries_only else ():
@@ -169,7 +181,9 @@ class SequencePooling(DepthPass):
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
-        return [] if config.pooling is None else check(config.pooling, config, dims, f"{path}.pooling")
+        return (
+            [] if config.pooling is None else check(config.pooling, config, dims, f"{path}.pooling")
+        )
 
     def reads_full_sequence(self) -> str | None:
         return self.key
@@ -200,7 +214,9 @@ class SequencePooling(DepthPass):
 
     def split(self, tokens: Tokens) -> TokenWindows:
         """Split the tokens into windows."""
-        return TokenWindows.split(tokens.ids.shape[1], tokens.ids.device, separate_first=self.config.separate_first)
+        return TokenWindows.split(
+            tokens.ids.shape[1], tokens.ids.device, separate_first=self.config.separate_first
+        )
 
 
 class PooledStates:
@@ -264,11 +280,31 @@ def token_fractions(config: SequencePoolingConfig, depth: int) -> list[tuple[flo
 def check(config: SequencePoolingConfig, stack: Any, dims: Dims, path: str) -> list[Problem]:
     """List why the blocks of `stack` cannot pass on a shorter sequence; `path` is that of the pooling."""
     reasons = [
-        (dims.causal, "a window has a later token for its first, and this model is causal", "Take null."),
-        (stack.halting is not None, "tokens of a halting stack stay apart", "Take null, or stack.halting=null."),
-        (stack.exits is not None, "an exit predicts at every token", "Take null, or stack.exits=null."),
-        (stack.mask_decoder is not None, "its last block decodes tokens", "Take null, or stack.mask_decoder=null."),
-        (hands_on_scores(stack), "scores that blocks hand on are of all tokens", "Take null, or the core softmax."),
+        (
+            dims.causal,
+            "a window has a later token for its first, and this model is causal",
+            "Take null.",
+        ),
+        (
+            stack.halting is not None,
+            "tokens of a halting stack stay apart",
+            "Take null, or stack.halting=null.",
+        ),
+        (
+            stack.exits is not None,
+            "an exit predicts at every token",
+            "Take null, or stack.exits=null.",
+        ),
+        (
+            stack.mask_decoder is not None,
+            "its last block decodes tokens",
+            "Take null, or stack.mask_decoder=null.",
+        ),
+        (
+            hands_on_scores(stack),
+            "scores that blocks hand on are of all tokens",
+            "Take null, or the core softmax.",
+        ),
         (
             stack.block.gates is not None,
             "gates spend the budget of all tokens in every block",
@@ -284,15 +320,21 @@ def check(config: SequencePoolingConfig, stack: Any, dims: Dims, path: str) -> l
     if config.method == "distill":
         for name in ("separate_first", "queries_only"):
             what = "the convolution reads all tokens, and its output is what a block attends to"
-            problems += [Problem(f"{path}.{name}", what, "Take false, or method=mean.")] * getattr(config, name)
+            problems += [Problem(f"{path}.{name}", what, "Take false, or method=mean.")] * getattr(
+                config, name
+            )
     elif config.norm is not None:
-        problems.append(Problem(f"{path}.norm", "only distill has a norm", "Take null, or method=distill."))
+        problems.append(
+            Problem(f"{path}.norm", "only distill has a norm", "Take null, or method=distill.")
+        )
     if config.norm is not None:
         problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
     return problems + _check_blocks(config, stack, dims, path)
 
 
-def _check_blocks(config: SequencePoolingConfig, stack: Any, dims: Dims, path: str) -> list[Problem]:
+def _check_blocks(
+    config: SequencePoolingConfig, stack: Any, dims: Dims, path: str
+) -> list[Problem]:
     problems: dict[str, Problem] = {}
     for layer in range(config.before[0], stack.depth - config.decoder_blocks):
         block = stack.block_config(layer)
@@ -317,7 +359,12 @@ def _unpoolable(block: Any) -> list[tuple[str, str]]:
     first, mixer = block.listed()[0], block.config_of(block.listed()[0])
     if first.part != "mixer" or mixer.kind != "attention" or mixer.shared_qk:
         what = "the first block of a stage begins with attention that has fewer queries than keys"
-        reasons.append((what, "Take false, or mixer.kind=attention with shared_qk=false as its first sublayer."))
+        reasons.append(
+            (
+                what,
+                "Take false, or mixer.kind=attention with shared_qk=false as its first sublayer.",
+            )
+        )
     elif not CORES.of(mixer.core).part.traits_of(mixer.core).cross:
         can = ", ".join(CORES.able(cross=True))
         what = f"core '{mixer.core.kind}' has as many queries as keys"

@@ -50,7 +50,9 @@ class SharedSublayers(DepthPass):
         return check(config, path, cross=use.cross)
 
     @classmethod
-    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "SharedSublayers | None":
+    def build(
+        cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]
+    ) -> "SharedSublayers | None":
         owner = share_sublayers(blocks.values(), config.share)
         for block in blocks.values() if owner else ():
             # A mixer that is that of other blocks too keeps in the cache what it has for each.
@@ -79,13 +81,19 @@ def check(config: Any, path: str, *, cross: bool) -> list[Problem]:
     ]
     if any(sublayers != shared[0] for sublayers in shared):
         what = f"share={config.share} gives all blocks the same sublayers, and the rules give them different ones"
-        problems.append(Problem(f"{path}.rules", what, "Leave these rules out, or take share=none."))
+        problems.append(
+            Problem(f"{path}.rules", what, "Leave these rules out, or take share=none.")
+        )
     for name, (part, *_) in shared[0].items():
         if name.split("_")[0] != "ffn" and MIXERS.of(part).part.score_heads(part) is not None:
             what = f"the shared '{name}' hands on its scores, and is made for the first block, which reads none"
-            problems.append(Problem(f"{path}.share", what, "Take share=ffn or none, or the core softmax."))
+            problems.append(
+                Problem(f"{path}.share", what, "Take share=ffn or none, or the core softmax.")
+            )
         key = None if name.split("_")[0] == "ffn" else MIXERS.of(part).part.values_key(part)
         if key is not None:
             what = f"the shared '{name}' mixes values of the first block into its own, and is that of the first block"
-            problems.append(Problem(f"{path}.share", what, f"Take share=ffn or none, or mixer.{key}=null."))
+            problems.append(
+                Problem(f"{path}.share", what, f"Take share=ffn or none, or mixer.{key}=null.")
+            )
     return problems

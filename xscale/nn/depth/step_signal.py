@@ -28,7 +28,9 @@ class StepSignal(DepthPass):
         return [Problem(f"{path}.step_signal", what, "Or take an even width.", choices=take(False))]
 
     @classmethod
-    def build(cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]) -> "StepSignal | None":
+    def build(
+        cls, config: Any, dims: Dims, use: StackUse, blocks: Mapping[str, nn.Module]
+    ) -> "StepSignal | None":
         return cls() if config.step_signal else None
 
     def before_block(self, state: DepthState) -> None:

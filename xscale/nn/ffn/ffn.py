@@ -86,7 +86,9 @@ class Dense(Ffn):
         hidden = config.hidden or 4 * dims.width
         self.activation = activation(config.activation)
         self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
-        self.down = Linear(hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
+        self.down = Linear(
+            hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
+        )
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         down: Tensor = self.down(self.activation(self.up(x)))
@@ -128,7 +130,10 @@ class GateLimits:
     def apply(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gate [..., F] clamped from above, and the value [..., F] clamped on both sides plus the offset."""
         if self.clamp_value is not None:
-            gate, up = gate.clamp(max=self.clamp_value), up.clamp(-self.clamp_value, self.clamp_value)
+            gate, up = (
+                gate.clamp(max=self.clamp_value),
+                up.clamp(-self.clamp_value, self.clamp_value),
+            )
         return gate, up + self.linear_offset if self.linear_offset else up
 
 
@@ -157,7 +162,9 @@ class Gated(Ffn):
         self.limits = GateLimits(config.clamp_value, config.linear_offset)
         self.gate = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
         self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
-        self.down = Linear(hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
+        self.down = Linear(
+            hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
+        )
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         kernel = self.kernel_choices.get("gated_activation")
@@ -177,7 +184,9 @@ class GluLayer(Ffn):
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
         # What is gated is added to the residual stream.
-        self.up = Linear(dims.width, dims.width, ("width", "width"), dims.residual_init, bias=config.bias)
+        self.up = Linear(
+            dims.width, dims.width, ("width", "width"), dims.residual_init, bias=config.bias
+        )
         self.gate = Linear(dims.width, dims.width, ("width", "width"), dims.init, bias=config.bias)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:

@@ -55,9 +55,13 @@ class ProductKeyMemory(Ffn):
         super().__init__()
         self.config = config
         half, subkeys = config.query_width // 2, config.subkeys
-        self.query = Linear(dims.width, config.heads * config.query_width, ("state", "width"), dims.init)
+        self.query = Linear(
+            dims.width, config.heads * config.query_width, ("state", "width"), dims.init
+        )
         key_init = Init(std=half**-0.5)
-        self.declare("keys", (2, config.heads, subkeys, half), ("state", "state", "state", "state"), key_init)
+        self.declare(
+            "keys", (2, config.heads, subkeys, half), ("state", "state", "state", "state"), key_init
+        )
         # Each head reads a weighted mean of k values, and H heads add up.
         value_init = Init(std=dims.residual_init.std)
         self.declare("values", (subkeys**2, dims.width), ("state", "width"), value_init)
@@ -67,7 +71,11 @@ class ProductKeyMemory(Ffn):
         if config.top_k <= config.subkeys:
             return []
         what = f"top_k={config.top_k} exceeds subkeys={config.subkeys}"
-        return [at_most(f"{path}.top_k", what, config.subkeys, *take(config.top_k, key=f"{path}.subkeys"))]
+        return [
+            at_most(
+                f"{path}.top_k", what, config.subkeys, *take(config.top_k, key=f"{path}.subkeys")
+            )
+        ]
 
     def active_fraction(self) -> float:
         """Largest fraction of the values that a token reads."""
@@ -84,7 +92,10 @@ class ProductKeyMemory(Ffn):
         weights = self.random.dropout(weights, p, ("batch", "tokens", "state", "state"), tokens)
         table = self.use(self.values)
         y = F.embedding_bag(
-            index.flatten(1), table, mode="sum", per_sample_weights=weights.view(len(flat), -1).to(table.dtype)
+            index.flatten(1),
+            table,
+            mode="sum",
+            per_sample_weights=weights.view(len(flat), -1).to(table.dtype),
         )
         return y.view(x.shape)
 

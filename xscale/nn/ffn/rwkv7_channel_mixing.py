@@ -16,7 +16,9 @@ from xscale.nn.neighbours import TokenShift
 from xscale.nn.tokens import Tokens
 
 
-@FFNS.register("rwkv7_channel_mixing", traits=FfnTraits(per_token=False, sparse=False, token_shift=True))
+@FFNS.register(
+    "rwkv7_channel_mixing", traits=FfnTraits(per_token=False, sparse=False, token_shift=True)
+)
 class Rwkv7ChannelMixing(Ffn):
     class Config(Ffn.Config):
         hidden: int | None = Field(default=None, ge=1)

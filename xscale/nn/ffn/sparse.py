@@ -64,7 +64,9 @@ class SparseFfn(Ffn):
         """F / N, of all ranks."""
         controller = config.controller_width or max(1, dims.width // config.block_size)
         self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
-        self.down = Linear(hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
+        self.down = Linear(
+            hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
+        )
         self.reduce = Linear(dims.width, controller, ("state", "width"), dims.init)
         self.control = Linear(controller, hidden, ("ffn", "state"), dims.init)
         # Generation reads single rows of it.
@@ -77,7 +79,9 @@ class SparseFfn(Ffn):
         return must_divide(path, "block_size", block, "the {} hidden units", hidden, *wider)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        logits = self.control(self.reduce(x)).unflatten(-1, (-1, self.block_size))  # [B, T, F / N, N]
+        logits = self.control(self.reduce(x)).unflatten(
+            -1, (-1, self.block_size)
+        )  # [B, T, F / N, N]
         if self.training and tokens.forward.rng_seed is not None:
             mask = self.soft_mask(logits, tokens)
         elif tokens.forward.cache is not None and x.shape[0] * x.shape[1] < self.block_size:
@@ -101,7 +105,9 @@ class SparseFfn(Ffn):
     def soft_mask(self, logits: Tensor, tokens: Tokens) -> Tensor:
         """Gumbel-softmax over the units of each block, or its one-hot argmax: logits [B, T, F / N, N] -> the same."""
         flat = upcast(logits).flatten(-2)  # [B, T, F]
-        noisy = (flat + self.random.gumbel(flat, ("batch", "tokens", "ffn"), tokens)).view(logits.shape)
+        noisy = (flat + self.random.gumbel(flat, ("batch", "tokens", "ffn"), tokens)).view(
+            logits.shape
+        )
         soft = (noisy / self.temperature).softmax(-1)
         # The difference first, which is exactly 0.
         hard = F.one_hot(soft.argmax(-1), soft.shape[-1]) + (soft - soft.detach())
@@ -112,7 +118,9 @@ class SparseFfn(Ffn):
     def read_chosen(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Compute y [B, T, D] of x [B, T, D] from the chosen units alone, of each block the one at `chosen`
         [B, T, F / N]: their rows of W_1 and columns of W_2."""
-        first = torch.arange(0, chosen.shape[-1] * self.block_size, self.block_size, device=x.device)
+        first = torch.arange(
+            0, chosen.shape[-1] * self.block_size, self.block_size, device=x.device
+        )
         units = (first + chosen).flatten(0, 1)  # [B * T, F / N]
         rows, columns = self.up.use(self.up.weight), self.down.use(self.down.weight).mT  # [F, D]
         hidden = torch.einsum("nd,nud->nu", x.flatten(0, 1), rows[units])

@@ -23,7 +23,9 @@ from xscale.nn.roles import Role, Seams
 from xscale.nn.signals import BATCH, TARGETS, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
-BOUNDARIES = Signal[Tensor]("boundary_head.boundaries", TokenAxes((BATCH, TARGETS, "ends"), counts_tokens=True))
+BOUNDARIES = Signal[Tensor](
+    "boundary_head.boundaries", TokenAxes((BATCH, TARGETS, "ends"), counts_tokens=True)
+)
 """[B, T, 2] places of the tokens before and after the masked span of each token; those of a token in no span are its
 own place. None: there are no spans."""
 
@@ -44,7 +46,9 @@ class BoundaryHead(Module):
     def __init__(self, config: BoundaryHeadConfig, norm: Norm.Config, dims: Dims) -> None:
         super().__init__()
         width, inputs = dims.width, 2 * dims.width + config.position_width
-        self.declare("positions", (config.max_span, config.position_width), ("state", "width"), dims.init)
+        self.declare(
+            "positions", (config.max_span, config.position_width), ("state", "width"), dims.init
+        )
         self.first = Linear(inputs, width, ("state", "width"), dims.init, bias=True)
         self.first_norm: Norm = NORMS.build(norm, width)
         self.second = Linear(width, width, ("state", "width"), dims.init, bias=True)
@@ -55,7 +59,10 @@ class BoundaryHead(Module):
         assert boundaries is not None
         left, right = boundaries.unbind(-1)  # [B, T]
         full, own_places = self.full_sequence(x, tokens)
-        around = [full.gather(1, index[..., None].expand(*index.shape, x.shape[2])) for index in (left, right)]
+        around = [
+            full.gather(1, index[..., None].expand(*index.shape, x.shape[2]))
+            for index in (left, right)
+        ]
         table = self.use(self.positions).to(x.dtype)
         # A token in no span has its own place as left boundary, and its prediction is ignored.
         position = F.embedding((own_places - left - 1).clamp(0, len(table) - 1), table)

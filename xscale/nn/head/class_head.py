@@ -32,7 +32,9 @@ class Predictions:
 
     def rows(self) -> Tensor:
         """Return sample, index, prediction and target [4, N], in double precision, on the CPU."""
-        return torch.cat(self._rows, 1).cpu() if self._rows else torch.zeros(4, 0, dtype=torch.float64)
+        return (
+            torch.cat(self._rows, 1).cpu() if self._rows else torch.zeros(4, 0, dtype=torch.float64)
+        )
 
 
 PREDICTIONS = Signal[Predictions]("class_head.predictions")
@@ -90,7 +92,9 @@ class ClassHead(Head):
     def width(self) -> int:
         return int(self.classes.weight.shape[1])
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, tokens: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, tokens: Tokens | None = None
+    ) -> Tensor:
         """[B, M + T, D] -> logits or scores [B, T, C]; with targets [B, T] their summed loss, a float32 scalar.
 
         M are the global tokens. A target of -100 is ignored. The loss is the cross-entropy in nats, or the squared
@@ -115,7 +119,12 @@ class ClassHead(Head):
         """
         if self.scores:
             is_target = targets != IGNORE_INDEX
-            return (outputs[..., 0] - targets.to(outputs.dtype)).masked_fill(~is_target, 0.0).square().sum()
+            return (
+                (outputs[..., 0] - targets.to(outputs.dtype))
+                .masked_fill(~is_target, 0.0)
+                .square()
+                .sum()
+            )
         smoothing = 0.0 if tokens is None else tokens.forward.label_smoothing
         return F.cross_entropy(
             outputs.flatten(0, 1),

@@ -89,7 +89,11 @@ class DistillConfig(Config):
         """Return the teacher's block of each of the student's; None: its depth does not divide that of the teacher."""
         if self.layers is not None:
             return self.layers
-        return None if teacher % student else tuple(range(teacher // student - 1, teacher, teacher // student))
+        return (
+            None
+            if teacher % student
+            else tuple(range(teacher // student - 1, teacher, teacher // student))
+        )
 
 
 class WidthMaps(Module):
@@ -98,10 +102,14 @@ class WidthMaps(Module):
     beside_stages = True
     seams: ClassVar[Seams] = {"embedding": Role.ON_FIRST_STAGE}
 
-    def __init__(self, width: int, teacher_width: int, std: float, *, embedding: bool, hidden: bool) -> None:
+    def __init__(
+        self, width: int, teacher_width: int, std: float, *, embedding: bool, hidden: bool
+    ) -> None:
         super().__init__()
         init = Init("normal", std)
-        self.embedding = Linear(width, teacher_width, ("state", "width"), init) if embedding else None
+        self.embedding = (
+            Linear(width, teacher_width, ("state", "width"), init) if embedding else None
+        )
         self.hidden = Linear(width, teacher_width, ("state", "width"), init) if hidden else None
 
 
@@ -109,7 +117,10 @@ def add_width_maps(model: nn.Module, config: DistillConfig, width: int, std: flo
     """Add the learned maps of a student to its model."""
     if config.map_width is not None:
         embedding, hidden = config.embedding_weight > 0, config.hidden_weight > 0
-        model.add_module("distillation", WidthMaps(width, config.map_width, std, embedding=embedding, hidden=hidden))
+        model.add_module(
+            "distillation",
+            WidthMaps(width, config.map_width, std, embedding=embedding, hidden=hidden),
+        )
         name_modules(model)
 
 
@@ -135,7 +146,9 @@ class TeacherStates:
 
     def keeps(self, layer: int) -> bool:
         """Whether the states of block `layer` are kept, if they have a weight."""
-        return layer in self.wanted if self.wanted is not None else layer < 0 or layer in self.layers
+        return (
+            layer in self.wanted if self.wanted is not None else layer < 0 or layer in self.layers
+        )
 
     def skips(self, layer: int) -> bool:
         """Whether block `layer` is not computed, because nothing is learned from it or from a later one."""
@@ -143,11 +156,15 @@ class TeacherStates:
 
     def hidden(self, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
         """Keep x [B, T, D], the output of block `layer`, -1 for the first block's input; return it."""
-        if self.keeps(layer) and (self.config.embedding_weight if layer < 0 else self.config.hidden_weight):
+        if self.keeps(layer) and (
+            self.config.embedding_weight if layer < 0 else self.config.hidden_weight
+        ):
             self.hidden_states[layer] = x[:, tokens.global_tokens :]
         return x
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens) -> Tensor:
+    def attention(
+        self, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens
+    ) -> Tensor:
         """Keep the scores of q and k [B, H, T, K] in block `layer`; return o [B, H, T, K]."""
         if self.keeps(layer) and self.config.attention_weight:
             first = tokens.global_tokens
@@ -176,7 +193,9 @@ class StudentLosses:
     """Whether tokens of other documents than 0 are padding, of which nothing is learned."""
     gather: Callable[[Tensor, Tokens], Tensor] | None = None
     """Gathers states whose sequence is sharded over tp, [B, T/R, D] -> [B, T, D]; None: they are not sharded."""
-    scores: Callable[[Tensor, Tensor, AttentionMask], Tensor] = field(default_factory=lambda: attention_scores)
+    scores: Callable[[Tensor, Tensor, AttentionMask], Tensor] = field(
+        default_factory=lambda: attention_scores
+    )
     """Computes attention scores [B, H, T, S] of this process' queries."""
 
     def skips(self, layer: int) -> bool:
@@ -189,13 +208,21 @@ class StudentLosses:
         if not weight:
             return x
         taught = self.teacher.hidden_states[layer if layer < 0 else self.teacher.layers[layer]]
-        linear = None if self.maps is None else self.maps.embedding if layer < 0 else self.maps.hidden
+        linear = (
+            None if self.maps is None else self.maps.embedding if layer < 0 else self.maps.hidden
+        )
         states = self._full(x, tokens)
-        difference = upcast(states if linear is None else linear(states)) - upcast(taught)  # [B, T, D]
+        difference = upcast(states if linear is None else linear(states)) - upcast(
+            taught
+        )  # [B, T, D]
         loss = self._mean(difference.square().mean(-1), tokens)
-        return self._attach(x, loss, weight * self._stage(tokens, inner=True), tokens, _name(layer, "hidden"))
+        return self._attach(
+            x, loss, weight * self._stage(tokens, inner=True), tokens, _name(layer, "hidden")
+        )
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens) -> Tensor:
+    def attention(
+        self, layer: int, q: Tensor, k: Tensor, mask: AttentionMask, o: Tensor, tokens: Tokens
+    ) -> Tensor:
         """Return o [B, H, T, K], the heads' outputs in block `layer`, with the loss of their scores attached."""
         if not self.config.attention_weight:
             return o
@@ -229,9 +256,15 @@ class StudentLosses:
         divergence = soft() * self.config.temperature**2
         if self.config.soft_over == "all":
             weight = self.config.soft_weight * stage
-            return self._attach(loss, divergence / _text_count(tokens), weight, tokens, "distillation/soft_loss")
+            return self._attach(
+                loss, divergence / _text_count(tokens), weight, tokens, "distillation/soft_loss"
+            )
         forward = tokens.forward
-        if forward.stats is not None and forward.aux_loss_weight and forward.target_weight is not None:
+        if (
+            forward.stats is not None
+            and forward.aux_loss_weight
+            and forward.target_weight is not None
+        ):
             share = forward.target_weight / forward.aux_loss_weight / tokens.fraction()
             forward.stats.add("distillation/soft_loss", divergence * share)
         return loss + self.config.soft_weight * stage * (divergence - divergence.detach())
@@ -288,7 +321,9 @@ def _text_count(tokens: Tokens) -> float:
 
 
 def _name(layer: int, states: str) -> str:
-    return "distillation/embedding_loss" if layer < 0 else f"distillation/block_{layer}/{states}_loss"
+    return (
+        "distillation/embedding_loss" if layer < 0 else f"distillation/block_{layer}/{states}_loss"
+    )
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
@@ -299,7 +334,9 @@ def attention_scores(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
     if mask.relative_bias is not None:
         places = [torch.arange(count, device=q.device) for count in (mask.queries, mask.keys)]
         distances = places[1] - places[0][:, None] - mask.offset  # [T, S]
-        by_distance = mask.relative_bias(distances.flatten()).view(-1, *distances.shape)  # [H, T, S]
+        by_distance = mask.relative_bias(distances.flatten()).view(
+            -1, *distances.shape
+        )  # [H, T, S]
         bias = by_distance if bias is None else bias + by_distance
     if bias is not None:
         scores = scores + bias.to(scores.dtype)

@@ -50,7 +50,9 @@ class SoftLoss(torch.autograd.Function):
     """KL(softmax(t / temperature) || softmax(z / temperature)), summed over N tokens whose logits may be sharded."""
 
     @staticmethod
-    def forward(context: Any, z: Tensor, t: Tensor, temperature: float, vocabulary: LocalVocabulary) -> Tensor:
+    def forward(
+        context: Any, z: Tensor, t: Tensor, temperature: float, vocabulary: LocalVocabulary
+    ) -> Tensor:
         """z and t, the logits [N, V] of student and teacher, in float32 or wider -> a scalar."""
         z, t = z / temperature, t / temperature
         log_sum, teacher_log_sum = vocabulary.logsumexp(z), vocabulary.logsumexp(t)
@@ -74,7 +76,9 @@ class DistilledHead:
     vocabulary: LocalVocabulary
     soft_cap: float | None
 
-    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None
+    ) -> Tensor:
         """x [N, D], this process' rows of the weight [V, D], targets [N] -> summed loss in nats, a scalar."""
         hard = self.hard(x, weight, targets, tokens)
         if tokens is None or not isinstance(tokens.forward.states, StudentLosses):
@@ -85,7 +89,9 @@ class DistilledHead:
             assert taught is not None, "the soft loss reads the teacher's logits"
             is_text = tokens.text_of_shard()
             every = None if is_text is None else is_text.flatten()
-            learned = every if config.soft_over == "all" else targets != IGNORE_INDEX  # [N]; None: all
+            learned = (
+                every if config.soft_over == "all" else targets != IGNORE_INDEX
+            )  # [N]; None: all
             # Without this the logits of tokens that nothing is learned from would be computed too. A GPU would have to
             # wait for the count, and computes them.
             on_cpu = x.device.type == "cpu"
@@ -115,13 +121,18 @@ class DistilledClassHead:
         hard = self.hard(outputs, targets, tokens)
         if tokens is None or not isinstance(tokens.forward.states, StudentLosses):
             return hard
-        taught, temperature = tokens.forward.states.teacher.output_logits, tokens.forward.states.config.temperature
+        taught, temperature = (
+            tokens.forward.states.teacher.output_logits,
+            tokens.forward.states.config.temperature,
+        )
 
         def soft() -> Tensor:
             assert taught is not None, "the soft loss reads the teacher's outputs"
             # Equal outputs have no loss and no gradient.
             ignored = (targets == IGNORE_INDEX).flatten()[:, None]
-            z, t = (upcast(x).flatten(0, 1).masked_fill(ignored, 0.0) for x in (outputs, taught))  # [N, C]
+            z, t = (
+                upcast(x).flatten(0, 1).masked_fill(ignored, 0.0) for x in (outputs, taught)
+            )  # [N, C]
             if self.scores:
                 return ((z - t) / temperature).square().sum()
             divergence: Tensor = SoftLoss.apply(z, t, temperature, FullVocabulary())  # type: ignore[no-untyped-call]

@@ -25,10 +25,14 @@ from xscale_kernels.linear_cross_entropy.op import linear_cross_entropy
 class HeadTransform(Module):
     """[B, T, D] -> [B, T, E]; E, the width of the table, is D unless the embeddings are factorised."""
 
-    def __init__(self, name: Activation, norm: Norm.Config, dims: Dims, width: int | None = None) -> None:
+    def __init__(
+        self, name: Activation, norm: Norm.Config, dims: Dims, width: int | None = None
+    ) -> None:
         super().__init__()
         self.activation = activation(name)
-        self.dense = Linear(dims.width, width or dims.width, ("state", "width"), dims.init, bias=True)
+        self.dense = Linear(
+            dims.width, width or dims.width, ("state", "width"), dims.init, bias=True
+        )
         self.norm: Norm = NORMS.build(norm, width or dims.width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,9 +109,13 @@ class Head(Module):
     @property
     def width(self) -> int:
         """D, the width of the hidden states."""
-        return int((self.weight if self.transform is None else self.transform.dense.weight).shape[1])
+        return int(
+            (self.weight if self.transform is None else self.transform.dense.weight).shape[1]
+        )
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, tokens: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, tokens: Tokens | None = None
+    ) -> Tensor:
         """[B, M + T, D] -> logits [B, T, V]; with targets [B, T], the sum of their cross-entropy in nats, a float32
         scalar. M are the global tokens.
 
@@ -147,16 +155,22 @@ class Head(Module):
         """Leave out the padding rows of a weight [V, D]. A seam: the rows of a shard of the vocabulary."""
         return rows if self.unpadded_vocabulary is None else rows[: self.unpadded_vocabulary]
 
-    def prediction_loss(self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None) -> Tensor:
+    def prediction_loss(
+        self, x: Tensor, weight: Tensor, targets: Tensor, tokens: Tokens | None = None
+    ) -> Tensor:
         """x [N, D], weight [V, D], targets [N] -> summed loss in nats, a scalar of float32 or wider.
 
         A seam: distillation adds a loss by the teacher's logits, which `tokens` has.
         """
         if tokens is None:
             return self.cross_entropy(x, weight, targets)
-        return self.cross_entropy(x, weight, targets, tokens.forward.label_smoothing, tokens.forward.z_loss_weight)
+        return self.cross_entropy(
+            x, weight, targets, tokens.forward.label_smoothing, tokens.forward.z_loss_weight
+        )
 
-    def _attach_boundary_loss(self, boundary: BoundaryHead, x: Tensor, targets: Tensor, tokens: Tokens) -> Tensor:
+    def _attach_boundary_loss(
+        self, boundary: BoundaryHead, x: Tensor, targets: Tensor, tokens: Tokens
+    ) -> Tensor:
         """Return x [B, T, D] with the loss of the targets attached that the boundary head predicts."""
         forward = tokens.forward
         if tokens.get(BOUNDARIES) is None or forward.target_weight is None:
@@ -171,7 +185,12 @@ class Head(Module):
         return attach(x, loss, forward.target_weight * tokens.further_loss_weight())
 
     def cross_entropy(
-        self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+        self,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> Tensor:
         """x [N, D], weight [V, D], targets [N] -> summed cross-entropy in nats, a scalar of float32 or wider, with
         `z_loss` times the square of each target's log-sum-exp of the logits.

@@ -71,7 +71,9 @@ class LengthHead(Module):
         if forward.aux_loss_weight is None:
             return x
         # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
-        return attach(x, loss, self.loss_weight * factor * forward.aux_loss_weight * source.fraction())
+        return attach(
+            x, loss, self.loss_weight * factor * forward.aux_loss_weight * source.fraction()
+        )
 
     def sum_over_sequence(self, x: Tensor) -> Tensor:
         """Sum over the tokens of the source, of x [B, D], the sum over this process' tokens. A seam: a sequence that

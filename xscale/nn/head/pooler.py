@@ -53,7 +53,9 @@ class SentenceHead(Module):
         self.classes = config.classes
         self.globals = globals
         self.pooler = Pooler(dims)
-        self.classifier = Linear(dims.width, config.classes, ("state", "width"), dims.init, bias=True)
+        self.classifier = Linear(
+            dims.width, config.classes, ("state", "width"), dims.init, bias=True
+        )
         self.loss_fraction = 1.0
         """Fraction of the loss of which this rank computes the gradient. A seam: the fractions of the ranks that have
         the same sequences add up to 1."""
@@ -77,7 +79,11 @@ class SentenceHead(Module):
         loss = F.cross_entropy(logits, labels)
         if forward.stats is not None:
             forward.stats.add(f"{self.path}/loss", loss.detach())
-            forward.stats.add(f"{self.path}/accuracy", (logits.argmax(-1) == labels).to(loss.dtype).mean())
+            forward.stats.add(
+                f"{self.path}/accuracy", (logits.argmax(-1) == labels).to(loss.dtype).mean()
+            )
         if forward.aux_loss_weight is None:
             return x
-        return attach(x, loss, forward.aux_loss_weight * self.loss_fraction * tokens.further_loss_weight())
+        return attach(
+            x, loss, forward.aux_loss_weight * self.loss_fraction * tokens.further_loss_weight()
+        )

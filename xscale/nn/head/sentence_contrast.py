@@ -62,10 +62,16 @@ class SentenceContrast(Module):
         loss = F.cross_entropy(logits, labels)
         if forward.stats is not None:
             forward.stats.add(f"{self.path}/loss", loss.detach())
-            forward.stats.add(f"{self.path}/accuracy", (logits.argmax(-1) == labels).to(dtype).mean())
+            forward.stats.add(
+                f"{self.path}/accuracy", (logits.argmax(-1) == labels).to(dtype).mean()
+            )
         if forward.aux_loss_weight is None:
             return x
-        weight = forward.aux_loss_weight * (tokens.get(SENTENCE_WEIGHT) or 0.0) * tokens.further_loss_weight()
+        weight = (
+            forward.aux_loss_weight
+            * (tokens.get(SENTENCE_WEIGHT) or 0.0)
+            * tokens.further_loss_weight()
+        )
         # Each shard of a sequence has the whole loss, and the gradients of all shards are summed.
         return attach(x, loss, weight * tokens.fraction())
 

@@ -29,7 +29,9 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "attention",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True),
+    traits=MixerTraits(
+        causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True
+    ),
 )
 class Attention(AttentionHeads):
     class Config(Mixer.Config):
@@ -62,7 +64,11 @@ class Attention(AttentionHeads):
         @pydantic.model_validator(mode="after")
         def _resolve_shared_qk(self) -> Self:
             # Where null means false it is written so, as the run folders of earlier versions have it.
-            if self.shared_qk is None and self.core.kind and not CORES.of(self.core).part.shares_qk(self.core):
+            if (
+                self.shared_qk is None
+                and self.core.kind
+                and not CORES.of(self.core).part.shares_qk(self.core)
+            ):
                 object.__setattr__(self, "shared_qk", False)
             return self
 
@@ -86,7 +92,9 @@ class Attention(AttentionHeads):
         self.cross = dims.cross
         self.causal = dims.causal and not dims.cross
         self.dropout = config.dropout
-        self.core_separates_documents: bool = CORES.of(config.core).part.traits_of(config.core).documents
+        self.core_separates_documents: bool = (
+            CORES.of(config.core).part.traits_of(config.core).documents
+        )
         self.q = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias)
         self.k: Linear | None = None
         self.shared_qk = self._shares_qk(config, dims)
@@ -97,8 +105,12 @@ class Attention(AttentionHeads):
         self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=output_bias)
         norm, over_all = config.qk_norm, config.qk_norm_over == "heads"
         self.qk_norm_over = "head" if norm is None else config.qk_norm_over
-        self.q_norm: Norm | None = None if norm is None else NORMS.build(norm, inner if over_all else self.head_width)
-        self.k_norm: Norm | None = None if norm is None else NORMS.build(norm, outer if over_all else self.head_width)
+        self.q_norm: Norm | None = (
+            None if norm is None else NORMS.build(norm, inner if over_all else self.head_width)
+        )
+        self.k_norm: Norm | None = (
+            None if norm is None else NORMS.build(norm, outer if over_all else self.head_width)
+        )
         # Cores divide the scores by sqrt(K), so the queries are multiplied by what is missing.
         self.query_factor = None if config.scale is None else config.scale * self.head_width**0.5
         self.core: Core = CORES.build(config.core, dims, heads, self.head_width)
@@ -116,7 +128,9 @@ class Attention(AttentionHeads):
                 self.query_factor = self.position.score_factor
             # Within a document positions count tokens, so a difference of indices is the distance.
             self.uses_relative_bias = (
-                self.position.adds_bias and self.core.uses_relative_bias and POSITIONS.of(position).traits.relative
+                self.position.adds_bias
+                and self.core.uses_relative_bias
+                and POSITIONS.of(position).traits.relative
             )
 
     @classmethod
@@ -125,18 +139,28 @@ class Attention(AttentionHeads):
         groups = getattr(config, "kv_heads", None) or config.heads
         problems += must_divide(path, "kv_heads", groups, "heads", config.heads)
         if cls._shares_qk(config, dims) and (dims.cross or groups != config.heads):
-            what = "cross attention has separate queries and keys" if dims.cross else "needs kv_heads equal to heads"
+            what = (
+                "cross attention has separate queries and keys"
+                if dims.cross
+                else "needs kv_heads equal to heads"
+            )
             kv_heads = () if dims.cross else take(config.heads, None, key=f"{path}.kv_heads")
             fix = ""
             if config.shared_qk is None:
                 what = f"core '{config.core.kind}' shares queries and keys, which {what}"
                 fix = "With shared_qk=false queries and keys are separate, unlike in its paper."
             problems.append(Problem(f"{path}.shared_qk", what, fix, choices=kv_heads + take(False)))
-        return problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)
+        return (
+            problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)
+        )
 
     @classmethod
     def score_heads(cls, config: Any) -> int | None:
-        return config.heads if CORES.of(config.core).part.traits_of(config.core).previous_scores else None
+        return (
+            config.heads
+            if CORES.of(config.core).part.traits_of(config.core).previous_scores
+            else None
+        )
 
     @classmethod
     def reads_scores(cls, config: Any) -> bool:
@@ -157,9 +181,15 @@ class Attention(AttentionHeads):
         return problems
 
     @classmethod
-    def check_projections(cls, config: Any, path: str, why: str, alternatives: tuple[Choice, ...]) -> list[Problem]:
+    def check_projections(
+        cls, config: Any, path: str, why: str, alternatives: tuple[Choice, ...]
+    ) -> list[Problem]:
         """List the keys that a mixer with further projections of its own, or of global tokens, cannot have."""
-        settings = (("kv_heads", (None, config.heads)), ("shared_qk", (None, False)), ("qk_norm", (None,)))
+        settings = (
+            ("kv_heads", (None, config.heads)),
+            ("shared_qk", (None, False)),
+            ("qk_norm", (None,)),
+        )
         return [
             Problem(f"{path}.{key}", why, choices=take(None) + alternatives)
             for key, allowed in settings
@@ -193,7 +223,9 @@ class Attention(AttentionHeads):
         return problems
 
     @classmethod
-    def _check_traits(cls, core: Core.Config, config: Config, dims: Dims, path: str, core_path: str) -> list[Problem]:
+    def _check_traits(
+        cls, core: Core.Config, config: Config, dims: Dims, path: str, core_path: str
+    ) -> list[Problem]:
         """List what the model asks of a core of the mixer at `path` that the core cannot do."""
         entry = CORES.of(core)
         able, wanted = entry.traits, []
@@ -207,11 +239,26 @@ class Attention(AttentionHeads):
         if position is not None and not dims.cross:
             where = POSITIONS.of(position).traits.where
             if where == "bias" and not able.bias:
-                wanted.append(("bias", f"takes no bias on the scores, and position '{position.kind}' adds one"))
+                wanted.append(
+                    (
+                        "bias",
+                        f"takes no bias on the scores, and position '{position.kind}' adds one",
+                    )
+                )
             if where == "scores" and not able.position_terms:
-                wanted.append(("position_terms", f"has no scores for position '{position.kind}' to add terms to"))
+                wanted.append(
+                    (
+                        "position_terms",
+                        f"has no scores for position '{position.kind}' to add terms to",
+                    )
+                )
         if config.dropout and not able.dropout:
-            wanted.append(("dropout", f"has no attention weights to drop, and {path}.dropout is {config.dropout}"))
+            wanted.append(
+                (
+                    "dropout",
+                    f"has no attention weights to drop, and {path}.dropout is {config.dropout}",
+                )
+            )
         problems = []
         for trait, what in wanted:
             choices = kinds(CORES.able(**{trait: True}), core_path)
@@ -248,19 +295,27 @@ class Attention(AttentionHeads):
         mask = self.with_state(self.make_mask(q, k, tokens, key_tokens), tokens, edge)
         return self.project_output(self.attend_input(x, tokens, q, k, v, mask))
 
-    def with_state(self, mask: AttentionMask, tokens: Tokens, edge: ScoreEdge | None) -> AttentionMask:
+    def with_state(
+        self, mask: AttentionMask, tokens: Tokens, edge: ScoreEdge | None
+    ) -> AttentionMask:
         """Return the mask with the scores that blocks hand on, and the core's state during generation."""
         mask = mask if edge is None else replace(mask, score_edge=edge)
         if not self.core.keeps_state or tokens.forward.cache is None:
             return mask
         return replace(mask, cache=tokens.forward.cache.setdefault(f"{self.path}.core", {}))
 
-    def project(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, H, T, K] of x [B, T, D], keys and values [B, G, S, K] of `memory` [B, S, D]; None: x."""
         projected = self.q(x)  # [B, T, H * K]
-        return self._normalised(self.q_norm, projected), *self._keys(x if memory is None else memory, projected)
+        return self._normalised(self.q_norm, projected), *self._keys(
+            x if memory is None else memory, projected
+        )
 
-    def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def attend_input(
+        self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> Tensor:
         """Return the heads' outputs [B, H, T, K]; mixers that also attend with other projections of x override it."""
         return self.attend(q, k, v, mask)
 
@@ -322,7 +377,9 @@ class Attention(AttentionHeads):
                 return False
             can = ", ".join(CORES.able(documents=True))
             what = f"the core of {self.path} cannot mask packed documents from each other"
-            raise ConfigError("data.cross_documents", what, f"Set it to true, or take one of: {can}.")
+            raise ConfigError(
+                "data.cross_documents", what, f"Set it to true, or take one of: {can}."
+            )
         return documents
 
     def make_mask(self, q: Tensor, k: Tensor, tokens: Tokens, key_tokens: Tokens) -> AttentionMask:
@@ -350,14 +407,23 @@ class Attention(AttentionHeads):
                 device=q.device,
             )
 
-        options = (self.causal, self.dropout, self.cross, self.shared_qk, documents, self.core.hides_padding(documents))
+        options = (
+            self.causal,
+            self.dropout,
+            self.cross,
+            self.shared_qk,
+            documents,
+            self.core.hides_padding(documents),
+        )
         key = f"mask/{q.shape[2]}/{k.shape[2]}/{'/'.join(map(str, options))}"
         plain: AttentionMask = tokens.shared_values.get_or_compute(key, compute)
         position = self.position
         if position is not None and position.adds_scores:
             pairs = self.pairs(q.shape[2], k.shape[2])
             if tokens.pooled_from is not None:
-                pairs = PositionPairs.of(pairs, tokens.positions, key_tokens.positions, tokens.pooled_from)
+                pairs = PositionPairs.of(
+                    pairs, tokens.positions, key_tokens.positions, tokens.pooled_from
+                )
             return replace(plain, position_terms=position.terms_of_pairs(pairs))
         if position is None or not position.adds_bias:
             return plain
@@ -385,7 +451,9 @@ class Attention(AttentionHeads):
         """Project embeddings of distances [N, D] to queries [H, N, K] and keys [G, N, K]."""
         projected = self.q(embeddings[None])
         key_projection = projected if self.k is None else self.k(embeddings[None])
-        return self._normalised(self.q_norm, projected)[0], self._normalised(self.k_norm, key_projection)[0]
+        return self._normalised(self.q_norm, projected)[0], self._normalised(
+            self.k_norm, key_projection
+        )[0]
 
     def _bias(self, k: Tensor, tokens: Tokens) -> Any:
         assert self.position is not None
@@ -396,4 +464,6 @@ class Attention(AttentionHeads):
         return self.position.bias(tokens.positions, keys)
 
     def multiply_adds(self, queries: int, keys: int) -> float:
-        return self.core.multiply_adds(queries, keys, self.query_channels // self.head_width, self.head_width)
+        return self.core.multiply_adds(
+            queries, keys, self.query_channels // self.head_width, self.head_width
+        )

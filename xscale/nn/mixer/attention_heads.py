@@ -87,7 +87,9 @@ class AttentionHeads(Mixer):
         if self.mixes_heads:
             kind = str(self.Config.kind)
             what = f"mixer '{kind}' mixes the heads of a token, so tp cannot shard them"
-            problems.append(Problem(path, what, choices=take(1) + instead("mixer", kind, ["attention"])))
+            problems.append(
+                Problem(path, what, choices=take(1) + instead("mixer", kind, ["attention"]))
+            )
         return problems
 
     def draws_by_head(self) -> list[tuple[Module, Any, int]]:

@@ -34,7 +34,10 @@ class AverageAttention(Mixer):
         """Whether the feed-forward network and the gates have biases, as in the paper."""
 
     uses_position: ClassVar[bool] = False
-    seams: ClassVar[Seams] = {"first_hidden": Role.FIRST_HIDDEN, "sum_over_heads": Role.SUM_OVER_HEADS}
+    seams: ClassVar[Seams] = {
+        "first_hidden": Role.FIRST_HIDDEN,
+        "sum_over_heads": Role.SUM_OVER_HEADS,
+    }
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
@@ -48,7 +51,9 @@ class AverageAttention(Mixer):
         self.input_gate = Linear(2 * width, width, ("ffn", "width"), dims.init, bias=config.bias)
         self.forget_gate = Linear(2 * width, width, ("ffn", "width"), dims.init, bias=config.bias)
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         mean = self.mean(x, tokens)
         return self.gated_sum(x, self.sum_over_heads(self.down(F.relu(self.up(mean)))))
 

@@ -29,7 +29,9 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "axial",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=False, decode=False),
+    traits=MixerTraits(
+        causal=True, bidirectional=False, cross=False, documents=False, decode=False
+    ),
     deviations=(
         "Each mixer has the whole construction; the paper stacks layers of rows and of columns before one shift, and "
         "layers of masked rows after it, each with its own feed-forward.",
@@ -51,7 +53,9 @@ class AxialMixer(Mixer):
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
         self.config, self.head_width = config, dims.width // config.heads
-        self.rows, self.columns, self.masked_row = (_AxisAttention(config.heads, dims) for _ in range(3))
+        self.rows, self.columns, self.masked_row = (
+            _AxisAttention(config.heads, dims) for _ in range(3)
+        )
         self.position: Position | None = None
         if dims.position is not None:
             self.position = POSITIONS.build(dims.position, dims, config.heads, self.head_width)
@@ -65,7 +69,9 @@ class AxialMixer(Mixer):
         problems = super().check(config, dims, path)
         return problems + cls.check_heads(config, dims, path)
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         require_one_document(self.path, tokens)
         length, width = x.shape[1], self.config.width
 
@@ -86,7 +92,9 @@ class AxialMixer(Mixer):
         above: Tensor = self.rows(x, rotate, by_row, lambda o: o.flatten(2, 3), causal=False)
         above = self.columns(x + above, rotate, by_column, join_columns, causal=True)
         above = F.pad(above, (0, 0, width, 0))[:, :length]
-        within_row: Tensor = self.masked_row(x + above, rotate, by_row, lambda o: o.flatten(2, 3), causal=True)
+        within_row: Tensor = self.masked_row(
+            x + above, rotate, by_row, lambda o: o.flatten(2, 3), causal=True
+        )
         return above + within_row
 
     def multiply_adds(self, queries: int, keys: int) -> float:
@@ -101,7 +109,9 @@ class _AxisAttention(Module):
     def __init__(self, heads: int, dims: Dims) -> None:
         super().__init__()
         self.heads = heads
-        self.q, self.k, self.v = (Linear(dims.width, dims.width, ("state", "width"), dims.init) for _ in range(3))
+        self.q, self.k, self.v = (
+            Linear(dims.width, dims.width, ("state", "width"), dims.init) for _ in range(3)
+        )
         self.o = Linear(dims.width, dims.width, ("width", "state"), dims.residual_init)
 
     def forward(
@@ -114,8 +124,13 @@ class _AxisAttention(Module):
         causal: bool,
     ) -> Tensor:
         """Attend along the last axis but one of `split`, x [B, T, D] -> [B, T, D]; `join` undoes `split`."""
-        q, k, v = (project(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        q, k, v = (
+            project(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
         q, k, v = (split(heads) for heads in (rotate(q), rotate(k), v))
-        o = join(self.random.attention(q, k, v, 0.0, is_causal=causal))[:, :, : x.shape[1]]  # [B, H, T, K]
+        o = join(self.random.attention(q, k, v, 0.0, is_causal=causal))[
+            :, :, : x.shape[1]
+        ]  # [B, H, T, K]
         out: Tensor = self.o(o.transpose(1, 2).flatten(2))
         return out

@@ -47,14 +47,22 @@ class BranchFfns(Module):
         super().__init__()
         branches, hidden = config.heads, config.hidden or max(1, 4 * dims.width // config.heads)
         self.activation = activation(config.activation)
-        self.declare("up", (branches, hidden, dims.width), ("heads", "state", "width"), dims.init, linear_map=True)
+        self.declare(
+            "up",
+            (branches, hidden, dims.width),
+            ("heads", "state", "width"),
+            dims.init,
+            linear_map=True,
+        )
         down = (branches, dims.width, hidden)
         self.declare("down", down, ("heads", "width", "state"), dims.residual_init, linear_map=True)
         self.up_bias: Tensor | None
         self.down_bias: Tensor | None
         if config.ffn_bias:
             self.declare("up_bias", (branches, hidden), ("heads", "state"), ZEROS, decays=False)
-            self.declare("down_bias", (branches, dims.width), ("heads", "width"), ZEROS, decays=False)
+            self.declare(
+                "down_bias", (branches, dims.width), ("heads", "width"), ZEROS, decays=False
+            )
         else:
             self.register_parameter("up_bias", None)
             self.register_parameter("down_bias", None)
@@ -105,7 +113,9 @@ class BranchedAttention(Attention):
 
     def project_output(self, o: Tensor) -> Tensor:
         (batch, local, length, _), first = o.shape, self.core.first_head
-        kappa, alpha = (weights().narrow(0, first, local).to(o.dtype) for weights in (self.kappa, self.alpha))
+        kappa, alpha = (
+            weights().narrow(0, first, local).to(o.dtype) for weights in (self.kappa, self.alpha)
+        )
         x = self.o(kappa[:, None, None] * o)  # [H, B * T, D]
         y: Tensor = self.branches(x, alpha)
         return y.view(batch, length, -1)

@@ -18,7 +18,9 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "cluster_former",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
+    traits=MixerTraits(
+        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
+    ),
 )
 class ClusterFormerAttention(Attention):
     class Config(Attention.Config):
@@ -36,6 +38,8 @@ class ClusterFormerAttention(Attention):
 
     forward = without_padding(Attention.forward)
 
-    def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def attend_input(
+        self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> Tensor:
         """Attend within the chunks of tokens that the clusters of x [B, T, D] make, the same in all heads."""
         return self.core.attend(q, k, v, upcast(x)[:, None], mask)

@@ -29,8 +29,12 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "collaborative",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True),
-    deviations=("Models of multi-head attention cannot be converted by the paper's tensor decomposition.",),
+    traits=MixerTraits(
+        causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True
+    ),
+    deviations=(
+        "Models of multi-head attention cannot be converted by the paper's tensor decomposition.",
+    ),
 )
 class Collaborative(Attention):
     class Config(Mixer.Config):
@@ -125,7 +129,9 @@ class Collaborative(Attention):
         assert self.query_factor is not None
         q, k, v = q * self.query_factor, k.expand(-1, q.shape[1], -1, -1), self._pad(v)
         mask = self.with_state(self.make_mask(q, k, tokens, key_tokens), tokens, edge)
-        return self.project_output(self.attend_input(x, tokens, q, k, v, mask)[..., : self.head_width])
+        return self.project_output(
+            self.attend_input(x, tokens, q, k, v, mask)[..., : self.head_width]
+        )
 
     def _keys(self, x: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys of all heads [B, 1, S, K] and values [B, H, S, K]."""

@@ -42,7 +42,9 @@ def layers_and_width(config: Any, layer: int, depth: int) -> tuple[int, float]:
     """Return N^b, rounded, and w^b of a block of a stack of `depth`."""
     fraction = layer / max(1, depth - 1)
     more = (config.max_layers - config.min_layers) * fraction
-    return math.floor(config.min_layers + more + 0.5), config.width_factor + more / config.min_layers
+    return math.floor(
+        config.min_layers + more + 0.5
+    ), config.width_factor + more / config.min_layers
 
 
 def largest_groups(config: Any, width: int) -> int:
@@ -57,10 +59,15 @@ def group_sizes(layers: int, factor: float, width: int, largest: int) -> list[tu
     groups += groups[: layers - widening][::-1]
     top, end = factor * width, width // 2
     sizes = [width + (top - width) * at / widening for at in range(1, widening + 1)]
-    sizes += [top + (end - top) * at / (layers - widening) for at in range(1, layers - widening + 1)]
+    sizes += [
+        top + (end - top) * at / (layers - widening) for at in range(1, layers - widening + 1)
+    ]
     # Both the groups that make the channels and those that read them divide their number.
     multiples = [max(pair) for pair in pairwise([*groups, 1])]
-    return [(group, math.ceil(size / of) * of) for group, size, of in zip(groups, sizes, multiples, strict=True)]
+    return [
+        (group, math.ceil(size / of) * of)
+        for group, size, of in zip(groups, sizes, multiples, strict=True)
+    ]
 
 
 class GroupLinear(Module):
@@ -90,7 +97,10 @@ class Transformation(Module):
         self.activation = activation(function)
         inputs = [width, *(width + size for _, size in sizes[:-1])]
         self.groups = [group for group, _ in sizes]
-        layers = (GroupLinear(read, size, group) for read, (group, size) in zip(inputs, sizes, strict=True))
+        layers = (
+            GroupLinear(read, size, group)
+            for read, (group, size) in zip(inputs, sizes, strict=True)
+        )
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,18 +155,30 @@ class Delight(Attention):
         def attention(self) -> Attention.Config:
             """The attention behind the transformation."""
             return Attention.Config(
-                heads=1, core=self.core, bias=self.bias, position=self.position, dropout=self.dropout
+                heads=1,
+                core=self.core,
+                bias=self.bias,
+                position=self.position,
+                dropout=self.dropout,
             )
 
     # One head: cores that share heads out among others have nothing to share.
-    cores: ClassVar[tuple[str, ...] | None] = ("softmax", "block_sparse", "entmax", "linear", "performer")
+    cores: ClassVar[tuple[str, ...] | None] = (
+        "softmax",
+        "block_sparse",
+        "entmax",
+        "linear",
+        "performer",
+    )
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config.attention, half_width(dims))
         layers, factor = layers_and_width(config, dims.layer, dims.depth)
         sizes = group_sizes(layers, factor, dims.width, largest_groups(config, dims.width))
         self.transformation = Transformation(sizes, dims.width, config.activation)
-        self.o = Linear(self.head_width, dims.width, ("width", "heads"), dims.residual_init, bias=config.bias)
+        self.o = Linear(
+            self.head_width, dims.width, ("width", "heads"), dims.residual_init, bias=config.bias
+        )
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
@@ -164,14 +186,20 @@ class Delight(Attention):
         if config.max_layers < config.min_layers:
             what = f"max_layers={config.max_layers} is below min_layers={config.min_layers}"
             fix = "Or more: blocks near the output are deeper."
-            problems.append(Problem(f"{path}.max_layers", what, fix, choices=take(config.min_layers)))
+            problems.append(
+                Problem(f"{path}.max_layers", what, fix, choices=take(config.min_layers))
+            )
         groups = largest_groups(config, dims.width)
         if groups & (groups - 1):
             what = f"max_groups={groups} is no power of two"
-            problems.append(Problem(f"{path}.max_groups", what, choices=take(1 << (groups.bit_length() - 1))))
+            problems.append(
+                Problem(f"{path}.max_groups", what, choices=take(1 << (groups.bit_length() - 1)))
+            )
         elif dims.width % (2 * groups):
             what = f"width={dims.width} is no multiple of twice the {groups} groups"
-            fewer = [1 << power for power in range(groups.bit_length()) if dims.width % (2 << power) == 0]
+            fewer = [
+                1 << power for power in range(groups.bit_length()) if dims.width % (2 << power) == 0
+            ]
             wider = take(-(-dims.width // (2 * groups)) * 2 * groups, key="model.width")
             problems.append(Problem(f"{path}.max_groups", what, choices=take(*fewer) + wider))
         return problems + super().check(config.attention, half_width(dims), path)

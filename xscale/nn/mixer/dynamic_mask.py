@@ -25,7 +25,9 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "dynamic_mask",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True),
+    traits=MixerTraits(
+        causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True
+    ),
     deviations=(
         "Distances beyond the data's sequence length have the mask of the longest.",
         "There is no ReLU before the output projection, which the authors' code has and the paper does not.",
@@ -48,11 +50,15 @@ class DynamicMask(Attention):
         self.declare("distance_table", (2, dims.length), ("state", "tokens"), ZEROS, decays=False)
         self.declare("head_bias", (config.heads,), ("heads",), ZEROS, decays=False)
 
-    def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def attend_input(
+        self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> Tensor:
         of_token = (x @ self.use(self.token_weight))[:, None, :, None]  # [B, 1, T, 1]
         of_head = self.use(self.head_bias)[:, None, None]  # [H, 1, 1]
         bias = F.logsigmoid(of_token + self.of_distance(mask) + of_head)  # [B, H, T, S]
-        return self.attend(q, k, v, replace(mask, bias=bias if mask.bias is None else bias + mask.bias))
+        return self.attend(
+            q, k, v, replace(mask, bias=bias if mask.bias is None else bias + mask.bias)
+        )
 
     def of_distance(self, mask: AttentionMask) -> Tensor:
         """Return P_{t-s} of queries and keys, [T, S]; that of a token and itself is 0."""

@@ -25,7 +25,9 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "dynamic_span",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True),
+    traits=MixerTraits(
+        causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True
+    ),
     deviations=(
         "All scores are computed, also those that the mask hides.",
         "A bidirectional model has spans to both sides; the paper's models are causal.",
@@ -55,7 +57,9 @@ class DynamicSpan(Attention):
         self.declare("span_weight", (config.heads, dims.width), ("heads", "width"), dims.init)
         self.declare("span_bias", (config.heads,), ("heads",), ZEROS, decays=False)
 
-    def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def attend_input(
+        self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> Tensor:
         weight, bias = self.use(self.span_weight), self.use(self.span_bias)
         predicted = torch.sigmoid(F.linear(x.to(weight.dtype), weight, bias))
         spans = self.max_span * predicted.transpose(1, 2)  # [B, H, T]
@@ -63,4 +67,8 @@ class DynamicSpan(Attention):
         score_bias = score_bias if mask.bias is None else score_bias + mask.bias
         o = self.attend(q, k, v, replace(mask, bias=score_bias))
         # Ranks that share the heads have equally many, so that the mean of their means is that of all heads.
-        return attach(o, self.loss_weight * mean_over_text(spans, tokens.real()), tokens.forward.aux_loss_weight)
+        return attach(
+            o,
+            self.loss_weight * mean_over_text(spans, tokens.real()),
+            tokens.forward.aux_loss_weight,
+        )

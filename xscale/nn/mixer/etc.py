@@ -27,7 +27,9 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "etc",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
+    traits=MixerTraits(
+        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
+    ),
     deviations=(
         "Each global token of the model is learned; in the paper those of all sentences have one embedding.",
         "Global and long tokens share the ffn, as in the authors' defaults.",
@@ -35,7 +37,9 @@ from xscale.nn.tokens import Tokens
 )
 class EtcAttention(Attention):
     class Config(Attention.Config):
-        core: Annotated[Core.Config, Slot(CORES)] = Etc.Config(labels="structure", segment_length=32)
+        core: Annotated[Core.Config, Slot(CORES)] = Etc.Config(
+            labels="structure", segment_length=32
+        )
         """The core `etc`, which has the radius, the labels and the masks."""
         projections: Literal["shared", "sides", "pieces"] = "shared"
         """shared: one projection of queries, keys and values, the authors' default; sides: global queries have one of
@@ -51,7 +55,9 @@ class EtcAttention(Attention):
     shards_sequence: ClassVar[bool] = False
     core: Etc
 
-    refused_positions = RefusedPositions(ACTS_INSIDE, "acts inside attention, where ETC has labels for distances")
+    refused_positions = RefusedPositions(
+        ACTS_INSIDE, "acts inside attention, where ETC has labels for distances"
+    )
 
     def __init__(self, config: Config, dims: Dims) -> None:
         assert isinstance(config.core, Etc.Config)
@@ -73,11 +79,15 @@ class EtcAttention(Attention):
         self.global_o: Linear | None = None
         if config.separate_output:
             bias = self.o.bias is not None
-            self.global_o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=bias)
+            self.global_o = Linear(
+                inner, dims.width, ("width", "heads"), dims.residual_init, bias=bias
+            )
 
     @classmethod
     def example(cls) -> Any:
-        core = Etc.example().model_copy(update={"labels": "structure", "segment_length": 40, "hard_g2l": True})
+        core = Etc.example().model_copy(
+            update={"labels": "structure", "segment_length": 40, "hard_g2l": True}
+        )
         return cls.Config(core=core, projections="pieces")
 
     @classmethod
@@ -85,16 +95,22 @@ class EtcAttention(Attention):
         changes: dict[str, Any] = {"position": None}
         if config.sentence_end is not None and isinstance(config.core, Etc.Config):
             changes["core"] = config.core.model_copy(update={"segment_length": 1})
-        problems = super().check(config.model_copy(update=changes), replace(dims, position=None), path)
+        problems = super().check(
+            config.model_copy(update=changes), replace(dims, position=None), path
+        )
         problems += cls._check_position_acts(config, dims, path)
         if config.projections == "shared":
             return problems
         why = f"is not defined for the separate projections of '{config.projections}'"
-        return problems + cls.check_projections(config, path, why, take("shared", key=f"{path}.projections"))
+        return problems + cls.check_projections(
+            config, path, why, take("shared", key=f"{path}.projections")
+        )
 
     forward = without_padding(Attention.forward)
 
-    def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def attend_input(
+        self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> Tensor:
         """Attend from long tokens with `q`, `k`, `v`, and from global tokens with their own projections, if any."""
         of_long = of_global = (q, k, v)
         count = min(self.global_tokens, x.shape[1])

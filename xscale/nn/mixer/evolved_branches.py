@@ -53,7 +53,11 @@ class Windows:
     """Windows of `size` tokens around each of T tokens, cut out of a wider neighbourhood."""
 
     def __init__(
-        self, near: Tensor, documents: Tensor | None, around: tuple[int, int], window: tuple[int, int]
+        self,
+        near: Tensor,
+        documents: Tensor | None,
+        around: tuple[int, int],
+        window: tuple[int, int],
     ) -> None:
         """Cut from `near` [B, left + T + right, C], where (left, right) = `around`; `window` are those of a window."""
         first, length = around[0] - window[0], near.shape[1] - sum(around)
@@ -61,7 +65,9 @@ class Windows:
         self.left = window[0]
         self.size = sum(window) + 1
         self.x = near.narrow(1, first, length + sum(window))
-        self.documents = None if documents is None else documents.narrow(1, first, length + sum(window))
+        self.documents = (
+            None if documents is None else documents.narrow(1, first, length + sum(window))
+        )
 
     def centre(self) -> Tensor:
         """The tokens in the middle, [B, T, C]."""
@@ -88,7 +94,9 @@ class Convolution(LocalMixer):
     def __init__(self, channels: int, sizes: tuple[int, ...], causal: bool) -> None:
         super().__init__()
         self.channels, self.causal = channels, causal
-        self.left, self.right = (max(side) for side in zip(*(sides(size, causal) for size in sizes), strict=True))
+        self.left, self.right = (
+            max(side) for side in zip(*(sides(size, causal) for size in sizes), strict=True)
+        )
 
     def windows(self, x: Tensor, tokens: Tokens, *sizes: int) -> list[Windows]:
         """Return the windows of those sizes around x [B, T, C]."""
@@ -113,9 +121,13 @@ class Branches(Convolution):
         self.right_depthwise = None if encoder else Depthwise(width, sizes[1])
         channels, taps = width * (4 if encoder else 2), sizes[1] if encoder else 1
         self.left_map = Linear(width, channels, ("state", "width"), dims.init, bias=config.bias)
-        self.right_map = Linear(taps * width, width // 2, ("state", "width"), dims.init, bias=config.bias)
+        self.right_map = Linear(
+            taps * width, width // 2, ("state", "width"), dims.init, bias=config.bias
+        )
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         """[B, T, D] -> [B, T, 4D] or [B, T, 2D]."""
         left, right = self.windows(x, tokens, *self.sizes)
         if self.left_depthwise is None or self.right_depthwise is None:
@@ -131,7 +143,9 @@ class Branches(Convolution):
         return self.random.dropout(x, drops, ("batch", "tokens", "width"), tokens)
 
     def multiply_adds(self, queries: int, keys: int) -> float:
-        return 0.0 if self.left_depthwise is None else float(queries * sum(self.sizes) * self.channels)
+        return (
+            0.0 if self.left_depthwise is None else float(queries * sum(self.sizes) * self.channels)
+        )
 
 
 class Separable(Convolution):
@@ -144,9 +158,13 @@ class Separable(Convolution):
         self.size = size
         outputs = dims.width // 2 if encoder else dims.width
         self.depthwise = Depthwise(channels, size)
-        self.map = Linear(channels, outputs, ("width", "state"), dims.residual_init, bias=config.bias)
+        self.map = Linear(
+            channels, outputs, ("width", "state"), dims.residual_init, bias=config.bias
+        )
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         """[B, T, 4D] -> [B, T, D/2], or [B, T, 2D] -> [B, T, D]."""
         (windows,) = self.windows(x, tokens, self.size)
         out: Tensor = self.map(self.depthwise(windows))
@@ -164,7 +182,9 @@ def widened(x: Tensor, width: int) -> Tensor:
 @MIXERS.register(
     "evolved_branches",
     traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
-    deviations=("Kernels of single channels start with variance 1/k; the paper does not say how they start.",),
+    deviations=(
+        "Kernels of single channels start with variance 1/k; the paper does not say how they start.",
+    ),
 )
 class EvolvedBranches(Mixer):
     class Config(Mixer.Config):
@@ -199,5 +219,7 @@ class EvolvedBranches(Mixer):
             problems.append(Problem(f"{path}.norm", what, choices=choices))
         return problems
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         return widened(self.separable(self.norm(self.branches(x, tokens)), tokens), self.width)

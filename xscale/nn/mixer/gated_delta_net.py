@@ -31,7 +31,9 @@ from xscale.nn.tokens import Tokens
 @MIXERS.register(
     "gated_delta_net",
     traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
-    deviations=("The projections start as those of the model's other layers do, normal with the model's deviation.",),
+    deviations=(
+        "The projections start as those of the model's other layers do, normal with the model's deviation.",
+    ),
 )
 class GatedDeltaNet(RecurrentMixer):
     class Config(Mixer.Config):
@@ -71,7 +73,9 @@ class GatedDeltaNet(RecurrentMixer):
         self.q_convolution = ShortConvolution(keys, "heads", config.convolution)
         self.k_convolution = ShortConvolution(keys, "heads", config.convolution)
         self.v_convolution = ShortConvolution(values, "heads", config.convolution)
-        self.decay = StepDecay(self.heads, (config.min_rate, config.max_rate), (config.min_step, config.max_step))
+        self.decay = StepDecay(
+            self.heads, (config.min_rate, config.max_rate), (config.min_step, config.max_step)
+        )
         self.norm: Norm = NORMS.build(config.norm, self.value_width)
         self.o = Linear(values, dims.width, ("width", "heads"), dims.residual_init)
 
@@ -79,18 +83,26 @@ class GatedDeltaNet(RecurrentMixer):
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = super().check(config, dims, path) + check_steps(config, path)
         key_heads = config.key_heads or config.heads
-        return problems + must_divide(path, "key_heads", key_heads, "heads", config.heads, *take(None))
+        return problems + must_divide(
+            path, "key_heads", key_heads, "heads", config.heads, *take(None)
+        )
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         q = self.split_heads(self.q_convolution(self.q(x), tokens), self.head_width)
         k = self.split_heads(self.k_convolution(self.k(x), tokens), self.head_width)
-        v = self.split_heads(self.v_convolution(self.v(x), tokens), self.value_width)  # [B, H, T, V]
+        v = self.split_heads(
+            self.v_convolution(self.v(x), tokens), self.value_width
+        )  # [B, H, T, V]
         q, k = unit_length(upcast(q)) * self.head_width**-0.5, unit_length(upcast(k))
         q, k = repeat_kv(q, v.shape[1]), repeat_kv(k, v.shape[1])  # [B, H, T, K]
         log_decay, _ = self.decay(self.step(x))
         strength = upcast(self.strength(x)).sigmoid().transpose(1, 2)  # [B, H, T]
         kernel = self.kernel_choices.get("delta_rule")
-        rule = DeltaRule(q.to(v.dtype), k.to(v.dtype), v, strength, log_decay, tokens.documents, kernel)
+        rule = DeltaRule(
+            q.to(v.dtype), k.to(v.dtype), v, strength, log_decay, tokens.documents, kernel
+        )
         o = self.scan(rule, tokens)
         gate = F.silu(upcast(self.gate(x)))
         gated = upcast(self.norm(o.transpose(1, 2).to(x.dtype))).flatten(2) * gate  # [B, T, H * V]

@@ -31,7 +31,9 @@ from xscale.nn.tokens import Tokens
     "gated_linear_attention",
     aliases=("gla",),
     traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
-    deviations=("The projections start as those of the model's other layers do, normal with the model's deviation.",),
+    deviations=(
+        "The projections start as those of the model's other layers do, normal with the model's deviation.",
+    ),
 )
 class GatedLinearAttention(RecurrentMixer):
     class Config(Mixer.Config):
@@ -58,8 +60,12 @@ class GatedLinearAttention(RecurrentMixer):
         self.k = Linear(dims.width, keys, ("heads", "width"), dims.init)
         self.v = Linear(dims.width, values, ("heads", "width"), dims.init)
         # All ranks of tp have the few numbers that the decays of all heads come from.
-        self.decay_down = Linear(dims.width, config.gate_latent_width, ("state", "width"), dims.init)
-        self.decay_up = Linear(config.gate_latent_width, keys, ("heads", "state"), dims.init, bias=True)
+        self.decay_down = Linear(
+            dims.width, config.gate_latent_width, ("state", "width"), dims.init
+        )
+        self.decay_up = Linear(
+            config.gate_latent_width, keys, ("heads", "state"), dims.init, bias=True
+        )
         self.gate = Linear(dims.width, values, ("heads", "width"), dims.init, bias=True)
         self.norm: Norm = NORMS.build(config.norm, self.value_width)
         self.o = Linear(values, dims.width, ("width", "heads"), dims.residual_init)
@@ -77,7 +83,9 @@ class GatedLinearAttention(RecurrentMixer):
             problems += must_divide(path, "heads", config.heads, "width", dims.width, *widths)
         return problems
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         q, k = (self.split_heads(upcast(linear(x)), self.head_width) for linear in (self.q, self.k))
         v = self.split_heads(upcast(self.v(x)), self.value_width)  # [B, H, T, V]
         logits = self.split_heads(upcast(self.decay_up(self.decay_down(x))), self.head_width)
@@ -94,4 +102,6 @@ class GatedLinearAttention(RecurrentMixer):
     def multiply_adds(self, queries: int, keys: int) -> float:
         chunk = min(CHUNK, queries)
         pairs = self.head_width / 2 + self.value_width
-        return float(self.heads * queries * (chunk * pairs + 2 * self.head_width * self.value_width))
+        return float(
+            self.heads * queries * (chunk * pairs + 2 * self.head_width * self.value_width)
+        )

@@ -29,7 +29,9 @@ TokenId = Annotated[int, Field(ge=0)]
 
 @MIXERS.register(
     "guided_attention",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True),
+    traits=MixerTraits(
+        causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True
+    ),
     deviations=(
         "The weight of the loss falls linearly with the steps (guidance_until), or is constant; that the paper's decay "
         "is linear is not verified.",
@@ -81,13 +83,23 @@ class GuidedAttention(Attention):
             ids = getattr(config, f"{pattern}_ids")
             if pattern in config.patterns and not ids:
                 fix = "Give the tokenizer's ids, or leave the pattern out."
-                problems.append(Problem(f"{path}.{pattern}_ids", f"the pattern '{pattern}' has no token ids", fix))
+                problems.append(
+                    Problem(
+                        f"{path}.{pattern}_ids", f"the pattern '{pattern}' has no token ids", fix
+                    )
+                )
             if bad := [index for index in ids if index >= dims.vocabulary]:
                 what = f"{bad[0]} is no token id of a vocabulary of {dims.vocabulary}"
-                problems.append(Problem(f"{path}.{pattern}_ids", what, f"Take ids from 0 to {dims.vocabulary - 1}."))
+                problems.append(
+                    Problem(
+                        f"{path}.{pattern}_ids", what, f"Take ids from 0 to {dims.vocabulary - 1}."
+                    )
+                )
         return problems
 
-    def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def attend_input(
+        self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> Tensor:
         o = self.attend(q, k, v, mask)
         guidance_weight = self.weight_at(tokens.forward.progress)
         if tokens.forward.aux_loss_weight is None or not guidance_weight:
@@ -96,7 +108,9 @@ class GuidedAttention(Attention):
         weights = self.core.attention_weights(q, k, mask)  # [B, H, T, S]
         first, local = self.core.first_head, q.shape[1]
         distances = [
-            pattern_distance(weights[:, head - first], self.chosen(self.patterns[head], tokens, mask))
+            pattern_distance(
+                weights[:, head - first], self.chosen(self.patterns[head], tokens, mask)
+            )
             for head in range(first, min(first + local, len(self.patterns)))
         ]
         # A rank's share of the loss is weighted as if it had all heads.
@@ -113,7 +127,9 @@ class GuidedAttention(Attention):
 
     def chosen(self, pattern: Pattern, tokens: Tokens, mask: AttentionMask) -> Tensor:
         """Return the keys that the pattern names for each query, of those it sees: bool [B, T, S]."""
-        places = tokens.positions[:, None, :] - tokens.positions[:, :, None]  # [B, T, S], key - query
+        places = (
+            tokens.positions[:, None, :] - tokens.positions[:, :, None]
+        )  # [B, T, S], key - query
         if pattern == "previous":
             chosen = places == -1
         elif pattern == "next":

@@ -48,11 +48,16 @@ class HardCodedGaussian(ValueMixer):
         super().__init__(config, dims)
         offsets = offsets_of(config, dims)
         heads = range(config.heads)
-        self.gaussians = [(offsets[head % len(offsets)], config.sigmas[head % len(config.sigmas)]) for head in heads]
+        self.gaussians = [
+            (offsets[head % len(offsets)], config.sigmas[head % len(config.sigmas)])
+            for head in heads
+        ]
         """(offset, sigma) of each head, of all ranks."""
         # The same on all ranks, whichever heads they have.
         self.left = max(0, *(math.ceil(REACH * sigma) - offset for offset, sigma in self.gaussians))
-        self.right = max(0, *(math.ceil(REACH * sigma) + offset for offset, sigma in self.gaussians))
+        self.right = max(
+            0, *(math.ceil(REACH * sigma) + offset for offset, sigma in self.gaussians)
+        )
         if self.causal:
             self.right = 0
 
@@ -62,7 +67,9 @@ class HardCodedGaussian(ValueMixer):
         for key, values in (("offsets", config.offsets or ()), ("sigmas", config.sigmas)):
             if len(values) > config.heads:
                 what = f"{len(values)} values are more than heads={config.heads}"
-                problems.append(Problem(f"{path}.{key}", what, choices=take(list(values[: config.heads]))))
+                problems.append(
+                    Problem(f"{path}.{key}", what, choices=take(list(values[: config.heads])))
+                )
         for offset in offsets_of(config, dims):
             reach = math.ceil(REACH * max(config.sigmas))
             if dims.causal and offset - reach > 0:
@@ -76,7 +83,9 @@ class HardCodedGaussian(ValueMixer):
         past = v.new_zeros(*v.shape[:2], self.left, v.shape[3])
         if tokens.forward.cache is not None:
             past = tokens.forward.cache.get(self.path, past)
-            tokens.forward.cache[self.path] = torch.cat((past, v), 2).narrow(2, length, self.left).clone()
+            tokens.forward.cache[self.path] = (
+                torch.cat((past, v), 2).narrow(2, length, self.left).clone()
+            )
         block = min(max(band, SHORTEST_BLOCK), length)
         surplus = -length % block
         padded = F.pad(torch.cat((past, v), 2), (0, 0, 0, self.right + surplus))
@@ -87,7 +96,9 @@ class HardCodedGaussian(ValueMixer):
         else:
             # Nothing outside the sequence has the number of a document.
             numbers = F.pad(tokens.documents, (self.left, self.right + surplus), value=-1)
-            keys = numbers.unfold(1, block + band, block)[:, None, :, None]  # [B, 1, n, 1, block + band]
+            keys = numbers.unfold(1, block + band, block)[
+                :, None, :, None
+            ]  # [B, 1, n, 1, block + band]
             queries = numbers.narrow(1, self.left, length + surplus).view(len(v), 1, -1, block, 1)
             apart = weights[:, None] * (keys == queries)  # [B, H, n, block, block + band]
             mixed = torch.einsum("bhncs,bhnks->bhnck", apart.to(v.dtype), windows)
@@ -96,11 +107,15 @@ class HardCodedGaussian(ValueMixer):
     def weights(self, block: int, heads: int, device: torch.device) -> Tensor:
         """Weights of the local heads for a block of tokens and what they reach, float64 [H, block, block + band]."""
         local = self.gaussians[self.first_head : self.first_head + heads]
-        offset, sigma = torch.tensor(local, dtype=torch.float64, device=device).T[..., None, None]  # [H, 1, 1]
+        offset, sigma = torch.tensor(local, dtype=torch.float64, device=device).T[
+            ..., None, None
+        ]  # [H, 1, 1]
         query = torch.arange(block, dtype=torch.float64, device=device)[:, None]
         key = torch.arange(-self.left, block + self.right, dtype=torch.float64, device=device)
         distance = key - query  # [block, block + band]
-        density = torch.exp(-((distance - offset) ** 2) / (2 * sigma**2)) / (sigma * math.sqrt(2 * math.pi))
+        density = torch.exp(-((distance - offset) ** 2) / (2 * sigma**2)) / (
+            sigma * math.sqrt(2 * math.pi)
+        )
         near = (distance >= -self.left) & (distance <= self.right)
         weights: Tensor = density * near
         return weights

@@ -49,7 +49,9 @@ class LightweightConv(ValueMixer, LocalMixer):
     class Config(ValueMixer.Config):
         dynamic: bool = False
         """Whether each token predicts its kernels (DynamicConv); otherwise they are parameters (LightConv)."""
-        kernel_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(3, 7, 15, 31), min_length=1)
+        kernel_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+            default=(3, 7, 15, 31), min_length=1
+        )
         """k, tokens that a kernel reads, by layer; the last one is that of all further layers."""
         dilations: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), min_length=1)
         """Distance between the tokens that a kernel reads, by layer; the last one is that of all further layers."""
@@ -67,20 +69,37 @@ class LightweightConv(ValueMixer, LocalMixer):
         self.kernel_size = by_layer(config.kernel_sizes, dims.layer)
         self.dilation = by_layer(config.dilations, dims.layer)
         after = 0 if dims.causal else (self.kernel_size - 1) // 2
-        self.left, self.right = (self.kernel_size - 1 - after) * self.dilation, after * self.dilation
-        self.gate = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias) if config.glu else None
+        self.left, self.right = (
+            (self.kernel_size - 1 - after) * self.dilation,
+            after * self.dilation,
+        )
+        self.gate = (
+            Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias)
+            if config.glu
+            else None
+        )
         # Logits of all heads need all channels: tensor parallelism sums them, and each rank takes those of its heads.
         self.predict = (
-            Linear(inner, config.heads * self.kernel_size, ("state", "heads"), dims.init, bias=config.bias)
+            Linear(
+                inner,
+                config.heads * self.kernel_size,
+                ("state", "heads"),
+                dims.init,
+                bias=config.bias,
+            )
             if config.dynamic
             else None
         )
         if not config.dynamic:
             # Xavier, as the authors' code.
             std = (2 / (self.kernel_size * (1 + config.heads))) ** 0.5
-            self.declare("kernel", (config.heads, self.kernel_size), ("heads", "tokens"), Init(std=std))
+            self.declare(
+                "kernel", (config.heads, self.kernel_size), ("heads", "tokens"), Init(std=std)
+            )
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         v = self.v(x)
         if self.gate is not None:
             v = v * self.gate(x).sigmoid()
@@ -89,7 +108,9 @@ class LightweightConv(ValueMixer, LocalMixer):
         if documents is not None:
             window = same_document(documents, self.left, self.right)[..., :: self.dilation]
             kernels = kernels * window[:, :, None]  # [B, T, H, k]
-        mixed = convolve(near.reshape(*near.shape[:2], -1, self.head_width), kernels.to(v.dtype), self.dilation)
+        mixed = convolve(
+            near.reshape(*near.shape[:2], -1, self.head_width), kernels.to(v.dtype), self.dilation
+        )
         out: Tensor = self.o(mixed.flatten(2))
         return out
 
@@ -102,7 +123,9 @@ class LightweightConv(ValueMixer, LocalMixer):
         logits = self.sum_over_heads(self.predict(v))
         logits = logits.reshape(*logits.shape[:2], -1, self.kernel_size)  # [B, T, heads, k]
         logits = logits.narrow(2, self.first_head, v.shape[-1] // self.head_width)  # [B, T, H, k]
-        return self.random.dropout(upcast(logits).softmax(-1), drops, ("batch", "tokens", "heads", "state"), tokens)
+        return self.random.dropout(
+            upcast(logits).softmax(-1), drops, ("batch", "tokens", "heads", "state"), tokens
+        )
 
     def sum_over_heads(self, logits: Tensor) -> Tensor:
         """Sum the logits of all heads [B, T, heads * k] over all channels, from the local ones' terms. A seam."""
@@ -173,7 +196,9 @@ def _convolve_blocks(x: Tensor, kernels: Tensor) -> Tensor:
     length = x.shape[1] - size + 1
     block = min(max(size - 1, SHORTEST_BLOCK), length)
     surplus = -length % block
-    windows = F.pad(x, (0, 0, 0, 0, 0, surplus)).unfold(1, block + size - 1, block)  # [B, n, H, K, block + k - 1]
+    windows = F.pad(x, (0, 0, 0, 0, 0, surplus)).unfold(
+        1, block + size - 1, block
+    )  # [B, n, H, K, block + k - 1]
     if kernels.shape[1] == 1:
         kernels = kernels.expand(-1, block, -1, -1)
     else:

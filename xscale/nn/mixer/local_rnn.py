@@ -43,10 +43,16 @@ class LocalRnn(LocalMixer):
         self.left = config.window - 1
         gates = 3 if config.cell == "gru" else 4
         # Every gate reads the whole state at every step, so that no axis is sharded over tp.
-        self.inputs = Linear(dims.width, gates * dims.width, ("state", "width"), dims.init, bias=True)
-        self.states = Linear(dims.width, gates * dims.width, ("state", "width"), dims.init, bias=True)
+        self.inputs = Linear(
+            dims.width, gates * dims.width, ("state", "width"), dims.init, bias=True
+        )
+        self.states = Linear(
+            dims.width, gates * dims.width, ("state", "width"), dims.init, bias=True
+        )
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         near, documents = self.with_neighbours(x, tokens)
         # Inputs are projected once for all windows that read them; a zero leaves the bias.
         projected = self.inputs(near)  # [B, M - 1 + T, gates * D]
@@ -64,7 +70,9 @@ class LocalRnn(LocalMixer):
         """One step of all windows: projected inputs [B, T, gates * D], state h and, of an LSTM, cell c [B, T, D]."""
         recurrent = self.states(h)
         if self.cell == "gru":
-            reset, update = (entered + recurrent).narrow(-1, 0, 2 * self.width).sigmoid().chunk(2, -1)
+            reset, update = (
+                (entered + recurrent).narrow(-1, 0, 2 * self.width).sigmoid().chunk(2, -1)
+            )
             new = torch.tanh(
                 entered.narrow(-1, 2 * self.width, self.width)
                 + reset * recurrent.narrow(-1, 2 * self.width, self.width)

@@ -69,9 +69,13 @@ class LongShortRange(Mixer):
     @classmethod
     def layer_tables(cls, config: Config, dims: Dims) -> list[tuple[Any, ...]]:
         half = replace(dims, width=dims.width // 2)
-        tables: list[tuple[Any, ...]] = MIXERS.of(config.long_range).part.layer_tables(config.long_range, half)
+        tables: list[tuple[Any, ...]] = MIXERS.of(config.long_range).part.layer_tables(
+            config.long_range, half
+        )
         return tables
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         long, short = x.chunk(2, -1)
         return torch.cat((self.long_range(long, tokens), self.short_range(short, tokens)), -1)

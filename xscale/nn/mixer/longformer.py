@@ -39,7 +39,9 @@ from xscale.nn.tokens import Tokens
 )
 class LongformerAttention(Attention):
     class Config(Attention.Config):
-        core: Annotated[Core.Config, Slot(CORES)] = BlockSparse.Config(pattern=Band.Config(left=256, right=256))
+        core: Annotated[Core.Config, Slot(CORES)] = BlockSparse.Config(
+            pattern=Band.Config(left=256, right=256)
+        )
         """The core `block_sparse`, whose pattern is the local one; the global tokens are added to it."""
         global_token_indices: tuple[TokenIndex, ...] = Field(default=(0,), min_length=1)
         """Indices of the global tokens; those beyond the end of the sequence are ignored."""
@@ -47,13 +49,17 @@ class LongformerAttention(Attention):
     cores: ClassVar[tuple[str, ...] | None] = ("block_sparse",)
     shards_sequence: ClassVar[bool] = False
 
-    refused_positions = RefusedPositions(ACTS_INSIDE, "acts inside attention, and global tokens attend without one")
+    refused_positions = RefusedPositions(
+        ACTS_INSIDE, "acts inside attention, and global tokens attend without one"
+    )
 
     def __init__(self, config: Config, dims: Dims) -> None:
         assert isinstance(config.core, BlockSparse.Config)
         # The rows of the global tokens are replaced, so the pattern needs their columns only.
         columns = GlobalBlocks.Config(
-            global_block_indices=(), global_token_indices=config.global_token_indices, horizontal_global=False
+            global_block_indices=(),
+            global_token_indices=config.global_token_indices,
+            horizontal_global=False,
         )
         pattern = UnionPattern.Config(patterns=(config.core.pattern, columns))
         core = config.core.model_copy(update={"pattern": pattern})
@@ -61,13 +67,21 @@ class LongformerAttention(Attention):
         self.global_token_indices = config.global_token_indices
         inner = config.heads * self.head_width
         self.global_q, self.global_k, self.global_v = (
-            Linear(dims.width, inner, ("heads", "width"), replace(dims.init, copy_of=names), bias=config.bias)
+            Linear(
+                dims.width,
+                inner,
+                ("heads", "width"),
+                replace(dims.init, copy_of=names),
+                bias=config.bias,
+            )
             for names in (("global_q", "q"), ("global_k", "k"), ("global_v", "v"))
         )
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        problems = super().check(config.model_copy(update={"position": None}), replace(dims, position=None), path)
+        problems = super().check(
+            config.model_copy(update={"position": None}), replace(dims, position=None), path
+        )
         problems += cls._check_position_acts(config, dims, path)
         plain = take("attention", key=f"{path}.kind")
         why = "is not defined for the projections of global tokens"
@@ -80,7 +94,9 @@ class LongformerAttention(Attention):
             problems.append(Problem(f"{path}.core.soft_cap", what, choices=take(None) + plain))
         return problems
 
-    def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def attend_input(
+        self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> Tensor:
         """Attend to the local pattern and the global tokens; rows of global tokens attend to all with Q_g, K_g, V_g."""
         local = self.attend(q, k, v, mask)
         indices = [index for index in self.global_token_indices if index < x.shape[1]]
@@ -93,7 +109,9 @@ class LongformerAttention(Attention):
         hidden = None
         if mask.query_documents is not None:
             assert mask.key_documents is not None
-            hidden = (mask.query_documents[:, index, None] != mask.key_documents[:, None])[:, None]  # [B, 1, M, T]
+            hidden = (mask.query_documents[:, index, None] != mask.key_documents[:, None])[
+                :, None
+            ]  # [B, 1, M, T]
         out = dense_attention(
             queries,
             self._heads(self.global_k(x)),

@@ -28,8 +28,12 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "longt5",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
-    deviations=("A sequence shorter than a block has one block; in the authors' code it has none.",),
+    traits=MixerTraits(
+        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
+    ),
+    deviations=(
+        "A sequence shorter than a block has one block; in the authors' code it has none.",
+    ),
 )
 class TransientGlobalAttention(Attention):
     class Config(Attention.Config):
@@ -62,7 +66,9 @@ class TransientGlobalAttention(Attention):
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        problems = super().check(config.model_copy(update={"position": None}), replace(dims, position=None), path)
+        problems = super().check(
+            config.model_copy(update={"position": None}), replace(dims, position=None), path
+        )
         return problems + cls._check_position_acts(config, dims, path)
 
     @classmethod
@@ -78,11 +84,15 @@ class TransientGlobalAttention(Attention):
 
     forward = without_padding(Attention.forward)
 
-    def attend_input(self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    def attend_input(
+        self, x: Tensor, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> Tensor:
         """Attend to the local keys and to those of the blocks' normed sums."""
         sums = self.block_norm(self.core.block_sums(x))  # [B, M, D]
         summaries = self._keys(sums, None if self.k is not None else self.q(sums))
         position, tables = self.block_position, self.core.layer_tables
         if tables is not None:
             position = tables.get_submodule("block_position")  # type: ignore[assignment]
-        return self.core.attend(q, k, v, summaries, mask, None if position is None else position.relative_bias)
+        return self.core.attend(
+            q, k, v, summaries, mask, None if position is None else position.relative_bias
+        )

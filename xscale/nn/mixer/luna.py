@@ -27,7 +27,9 @@ class NestedAttention(Module):
         self.head_width = head_width
         inner = heads * head_width
         # Not sharded over tp: the second attention needs the sum over all heads of the first.
-        self.q, self.k, self.v = (Linear(dims.width, inner, ("state", "width"), dims.init, bias=bias) for _ in range(3))
+        self.q, self.k, self.v = (
+            Linear(dims.width, inner, ("state", "width"), dims.init, bias=bias) for _ in range(3)
+        )
         self.o = Linear(inner, dims.width, ("width", "state"), dims.residual_init, bias=bias)
 
     def forward(self, queries: Tensor, context: Tensor) -> Tensor:
@@ -44,7 +46,9 @@ class NestedAttention(Module):
 
 @MIXERS.register(
     "luna",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
+    traits=MixerTraits(
+        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
+    ),
     deviations=(
         "The packed sequence passes the block's feed-forward layer too; the paper's goes to the next layer without it.",
     ),
@@ -60,13 +64,17 @@ class LunaAttention(Mixer):
         bias: bool = False
         """Whether the projections have biases."""
 
-    refused_positions = RefusedPositions(ACTS_INSIDE, "acts inside attention, and a packed sequence has no positions")
+    refused_positions = RefusedPositions(
+        ACTS_INSIDE, "acts inside attention, and a packed sequence has no positions"
+    )
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
         self.slots = config.slots
         head_width = config.head_width or dims.width // config.heads
-        self.pack, self.unpack = (NestedAttention(dims, config.heads, head_width, config.bias) for _ in range(2))
+        self.pack, self.unpack = (
+            NestedAttention(dims, config.heads, head_width, config.bias) for _ in range(2)
+        )
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
@@ -75,7 +83,9 @@ class LunaAttention(Mixer):
         return problems
 
     @without_padding
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         packed, text = x[:, : self.slots], x[:, self.slots :]
         packed = self.pack(packed, text)
         return torch.cat((packed, self.unpack(text, packed)), 1)

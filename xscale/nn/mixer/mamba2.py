@@ -82,7 +82,9 @@ class Mamba2(RecurrentMixer):
         self.x_convolution = ShortConvolution(inner, "heads", config.convolution, bias=True)
         self.b_convolution = ShortConvolution(shared, "state", config.convolution, bias=True)
         self.c_convolution = ShortConvolution(shared, "state", config.convolution, bias=True)
-        self.decay = StepDecay(self.heads, (config.min_rate, config.max_rate), (config.min_step, config.max_step))
+        self.decay = StepDecay(
+            self.heads, (config.min_rate, config.max_rate), (config.min_step, config.max_step)
+        )
         self.declare("skip", (self.heads,), ("heads",), ONES, decays=False)
         self.norm = GroupRms(inner, config.groups, config.eps)
         self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=bias)
@@ -92,15 +94,21 @@ class Mamba2(RecurrentMixer):
         problems = super().check(config, dims, path) + check_steps(config, path)
         if config.head_width is None:
             widths = take(max(2 * dims.width // config.heads, 1), key=f"{path}.head_width")
-            problems += must_divide(path, "heads", config.heads, "2 * width", 2 * dims.width, *widths)
+            problems += must_divide(
+                path, "heads", config.heads, "2 * width", 2 * dims.width, *widths
+            )
         problems += must_divide(path, "groups", config.groups, "heads", config.heads)
         if config.min_rate > config.max_rate:
             what = f"{config.min_rate} is more than max_rate={config.max_rate}"
             problems.append(at_most(f"{path}.min_rate", what, config.max_rate))
         return problems
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
-        values = self.split_heads(self.x_convolution(self.x(x), tokens), self.head_width)  # [B, H, T, P]
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
+        values = self.split_heads(
+            self.x_convolution(self.x(x), tokens), self.head_width
+        )  # [B, H, T, P]
         b = self._of_heads(self.b_convolution(self.b(x), tokens), values.shape[1])
         c = self._of_heads(self.c_convolution(self.c(x), tokens), values.shape[1])
         log_decay, step = self.decay(self.step(x))
@@ -117,7 +125,9 @@ class Mamba2(RecurrentMixer):
         groups = self.split_heads(x, self.states)
         if self.groups == 1:
             return groups.expand(-1, heads, -1, -1)
-        return groups.repeat_interleave(self.heads // self.groups, 1).narrow(1, self.first_head, heads)
+        return groups.repeat_interleave(self.heads // self.groups, 1).narrow(
+            1, self.first_head, heads
+        )
 
     @property
     def gathered_channels(self) -> int:

@@ -101,7 +101,9 @@ class Mixer(Part):
         if position is None or dims.cross or (why := cls.why_not_position(position)) is None:
             return []
         where = "model.position" if own_position is None else f"{path}.position"
-        able = [entry.name for entry in POSITIONS if cls.why_not_position(entry.part.Config()) is None]
+        able = [
+            entry.name for entry in POSITIONS if cls.why_not_position(entry.part.Config()) is None
+        ]
         if own_position is not None:
             able = [name for name in able if POSITIONS.get(name).traits.where != "input"]
         choices = kinds(able, where)
@@ -109,7 +111,9 @@ class Mixer(Part):
             choices += take("attention", key=f"{path}.kind")
         return [Problem(where, f"position '{position.kind}' {why}", choices=choices)]
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         """[B, T, D] -> [B, T, D]; cross attention also reads `memory` [B, S, D], the hidden states of `source`."""
         raise NotImplementedError
 
@@ -209,7 +213,9 @@ def check_mixer(config: Config, dims: Dims, path: str) -> list[Problem]:
 
 @MIXERS.register(
     "fourier",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
+    traits=MixerTraits(
+        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
+    ),
 )
 class Fourier(Mixer):
     """Lee-Thorp et al. 2021 (FNet): the real part of a Fourier transform over sequence and width, without
@@ -227,7 +233,9 @@ class Fourier(Mixer):
         self.reads_padding = config.padding == "text"
 
     @without_padding
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         # Most devices have no Fourier transform in half precision.
         upcast = x if x.dtype == torch.float64 else x.float()
         # Unnormalised, as in the paper: the weight of mixing against the residual depends on it.

@@ -31,7 +31,9 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "mla",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True),
+    traits=MixerTraits(
+        causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True
+    ),
     deviations=(
         "Generation projects the cached latents to keys and values at each step; W_uk and W_uv are not absorbed into "
         "the other projections.",
@@ -90,11 +92,15 @@ class Mla(Attention):
             self.q_down = Linear(dims.width, query_latent_width, ("state", "width"), dims.init)
             self.q_latent_norm = NORMS.build(config.norm, query_latent_width)
         self.q = Linear(query_latent_width, heads * self.head_width, ("heads", "width"), dims.init)
-        self.kv_down = Linear(dims.width, latent_width + config.rope_width, ("state", "width"), dims.init)
+        self.kv_down = Linear(
+            dims.width, latent_width + config.rope_width, ("state", "width"), dims.init
+        )
         self.kv_latent_norm: Norm = NORMS.build(config.norm, latent_width)
         self.k = Linear(latent_width, heads * self.plain_width, ("heads", "state"), dims.init)
         self.v = Linear(latent_width, heads * self.value_width, ("heads", "state"), dims.init)
-        self.o = Linear(heads * self.value_width, dims.width, ("width", "heads"), dims.residual_init)
+        self.o = Linear(
+            heads * self.value_width, dims.width, ("width", "heads"), dims.residual_init
+        )
         self.core = CORES.build(config.core, dims, heads, self.head_width)
         self.position, self.uses_relative_bias = None, False
         self.build_position(config.position or dims.position, dims, heads, config.rope_width)
@@ -132,12 +138,16 @@ class Mla(Attention):
             q = torch.cat((plain, self.position.rotate(turned, tokens)), -1)
             rotated = self.position.rotate(rotated, tokens)
         if tokens.forward.cache is not None:
-            latent, rotated = tokens.forward.cache.setdefault(self.path, KvCache()).append(latent, rotated)
+            latent, rotated = tokens.forward.cache.setdefault(self.path, KvCache()).append(
+                latent, rotated
+            )
         k, v = self._expand(latent[:, 0], rotated)
         if self.query_factor is not None:
             q = q * self.query_factor
         mask = self.with_state(self.make_mask(q, k, tokens, tokens), tokens, edge)
-        return self.project_output(self.attend_input(x, tokens, q, k, v, mask)[..., : self.value_width])
+        return self.project_output(
+            self.attend_input(x, tokens, q, k, v, mask)[..., : self.value_width]
+        )
 
     @property
     def latent_width(self) -> int:
@@ -148,7 +158,9 @@ class Mla(Attention):
     def _expand(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [B, S, R] and rotated keys [B, 1, S, P] -> keys and values [B, H, S, K]."""
         assert self.k is not None
-        plain = self.k(latent).unflatten(-1, (-1, self.plain_width)).transpose(1, 2)  # [B, H, S, K - P]
+        plain = (
+            self.k(latent).unflatten(-1, (-1, self.plain_width)).transpose(1, 2)
+        )  # [B, H, S, K - P]
         k = torch.cat((plain, rotated.expand(-1, plain.shape[1], -1, -1)), -1)
         v = self.v(latent).unflatten(-1, (-1, self.value_width)).transpose(1, 2)
         # Cores take values as wide as keys.

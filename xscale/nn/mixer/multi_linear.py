@@ -63,17 +63,29 @@ class MultiLinear(PositionalMixer):
         """Index in the model of the first local factor: set when factors are sharded over ranks."""
         # Products of three factors are of the size of their cubes: they start at the size of the mixer's input.
         start = Init(std=dims.width**-0.5)
-        self.q, self.k, self.v = (Linear(dims.width, config.factors, ("ffn", "width"), start) for _ in range(3))
-        self.declare("diagonals", (config.blocks, config.factors), ("state", "state"), Init(std=1.0), decays=False)
+        self.q, self.k, self.v = (
+            Linear(dims.width, config.factors, ("ffn", "width"), start) for _ in range(3)
+        )
+        self.declare(
+            "diagonals",
+            (config.blocks, config.factors),
+            ("state", "state"),
+            Init(std=1.0),
+            decays=False,
+        )
         # A token's output sums N^2 products.
         start = Init(std=dims.residual_init.std / dims.std / self.length)
-        self.declare("output", (self.length, self.length, dims.width), ("tokens", "tokens", "width"), start)
+        self.declare(
+            "output", (self.length, self.length, dims.width), ("tokens", "tokens", "width"), start
+        )
 
     @classmethod
     def example(cls) -> "MultiLinear.Config":
         return cls.Config(factors=8)
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)  # [B, T, R]
         diagonal = upcast(self.use(self.diagonals)).softmax(-1).mean(0)  # [R]
         q = q * diagonal.narrow(0, self.first_hidden, q.shape[-1]).to(q.dtype)
@@ -85,7 +97,9 @@ class MultiLinear(PositionalMixer):
             lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
             row_q, row_k, row_v = (x[row : row + 1].split(lengths, 1) for x in (q, k, v))
             parts = zip(row_q, row_k, row_v, strict=True)
-            rows.append(torch.cat([self._mix(*part, weight=weight, tokens=tokens) for part in parts], 1))
+            rows.append(
+                torch.cat([self._mix(*part, weight=weight, tokens=tokens) for part in parts], 1)
+            )
         return torch.cat(rows)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, tokens: Tokens) -> Tensor:
@@ -111,8 +125,12 @@ class MultiLinear(PositionalMixer):
         first, places = length - new, torch.arange(length, device=q.device)
         new_places = places[first:]
         # A token's key meets its own value once: in the first of the two.
-        by_value = weight[first:length, :length] * (places <= new_places[:, None])[..., None]  # [T, S, D] of i, m
-        by_key = weight[:length, first:length] * (places[:, None] < new_places)[..., None]  # [S, T, D] of j, i
+        by_value = (
+            weight[first:length, :length] * (places <= new_places[:, None])[..., None]
+        )  # [T, S, D] of i, m
+        by_key = (
+            weight[:length, first:length] * (places[:, None] < new_places)[..., None]
+        )  # [S, T, D] of j, i
         step = new_k[..., None] * torch.einsum("imd,bmr->bird", by_value, v)
         step = step + new_v[..., None] * torch.einsum("jid,bjr->bird", by_key, k)  # [B, T, R, D]
         total = upcast(step).cumsum(1)

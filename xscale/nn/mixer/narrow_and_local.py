@@ -90,7 +90,11 @@ class NarrowAndLocal(Attention):
         self.query_factor, self.position, self.uses_relative_bias = None, None, False
         inner = heads // self.core.head_period * self.turn_rows
         for name, rows in (("q", inner), ("k", inner), ("v", heads * self.head_width)):
-            setattr(self, name, Linear(dims.width, rows, ("heads", "width"), dims.init, bias=config.bias))
+            setattr(
+                self,
+                name,
+                Linear(dims.width, rows, ("heads", "width"), dims.init, bias=config.bias),
+            )
         outer = heads * self.head_width
         self.o = Linear(outer, dims.width, ("width", "heads"), dims.residual_init, bias=config.bias)
         self.build_position(config.position or dims.position, dims, heads, self.head_width)
@@ -105,7 +109,8 @@ class NarrowAndLocal(Attention):
         width = config.head_width or dims.width // config.heads
         if config.narrow_width >= width:
             what = (
-                f"narrow_width={config.narrow_width} is not low: the local heads have queries and keys of width {width}"
+                f"narrow_width={config.narrow_width} is not low: "
+                f"the local heads have queries and keys of width {width}"
             )
             plain = take("attention", key=f"{path}.kind")
             if width > 1:
@@ -132,7 +137,8 @@ class NarrowAndLocal(Attention):
                 problem,
                 path=renamed(problem.path),
                 choices=tuple(
-                    Choice(tuple((renamed(key), value) for key, value in choice.edits)) for choice in problem.choices
+                    Choice(tuple((renamed(key), value) for key, value in choice.edits))
+                    for choice in problem.choices
                 ),
             )
             for problem in super()._check_core(config, dims, path)
@@ -141,7 +147,9 @@ class NarrowAndLocal(Attention):
     @property
     def turn_rows(self) -> int:
         """Rows of the projections of queries and keys for one turn of heads."""
-        return sum(share * width for share, width in zip(self.core.shares, self.core.widths, strict=True))
+        return sum(
+            share * width for share, width in zip(self.core.shares, self.core.widths, strict=True)
+        )
 
     @property
     def query_channels(self) -> int:

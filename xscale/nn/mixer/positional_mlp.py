@@ -55,7 +55,10 @@ class PositionalMixer(Mixer):
 
 
 @MIXERS.register(
-    "gmlp", traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=False, decode=True, padding=True)
+    "gmlp",
+    traits=MixerTraits(
+        causal=True, bidirectional=True, cross=False, documents=False, decode=True, padding=True
+    ),
 )
 class Gmlp(PositionalMixer):
     """Liu et al. 2021 (gMLP): a linear map over the positions gates the other half of the channels."""
@@ -80,7 +83,8 @@ class Gmlp(PositionalMixer):
         half = (config.hidden or 6 * dims.width) // 2
         # Z_1 and Z_2 are sharded over ranks in the same way.
         self.up, self.up_gate = (
-            Linear(dims.width, half, ("ffn", "width"), dims.init, bias=config.bias) for _ in range(2)
+            Linear(dims.width, half, ("ffn", "width"), dims.init, bias=config.bias)
+            for _ in range(2)
         )
         self.down = Linear(half, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
         self.norm: Norm = Layer(Layer.Config(), half)
@@ -94,7 +98,9 @@ class Gmlp(PositionalMixer):
         self.declare("spatial_bias", (self.length,), ("tokens",), ONES, decays=False)
 
     @without_padding
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         gate = self.norm_all_heads(self.norm, F.gelu(self.up_gate(x)))  # [B, T, F / 2]
         queries = gate.shape[1]
         if tokens.forward.cache is not None:
@@ -133,7 +139,9 @@ class Gmlp(PositionalMixer):
 
 @MIXERS.register(
     "mlp_mixer",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
+    traits=MixerTraits(
+        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
+    ),
 )
 class MlpMixer(PositionalMixer):
     """Tolstikhin et al. 2021 (MLP-Mixer): a perceptron over the positions, the same for all channels."""
@@ -157,10 +165,14 @@ class MlpMixer(PositionalMixer):
         self.declare("down_bias", (self.length,), ("tokens",), ZEROS, decays=False)
 
     @without_padding
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         length = x.shape[1]
         check_trained_length(self.path, length, self.length)
-        hidden = F.gelu(self.use(self.up)[:, :length] @ x + self.use(self.up_bias)[:, None])  # [B, S', D]
+        hidden = F.gelu(
+            self.use(self.up)[:, :length] @ x + self.use(self.up_bias)[:, None]
+        )  # [B, S', D]
         return self.use(self.down)[:length] @ hidden + self.use(self.down_bias)[:length, None]
 
     def multiply_adds(self, queries: int, keys: int) -> float:

@@ -26,7 +26,8 @@ from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
-    "prior_only", traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True)
+    "prior_only",
+    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
 )
 class PriorOnly(ValueMixer):
     class Config(ValueMixer.Config):
@@ -38,7 +39,9 @@ class PriorOnly(ValueMixer):
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
         self.dropout = config.dropout
-        self.generator: Position = POSITIONS.build(config.generator, dims, config.heads, self.head_width)
+        self.generator: Position = POSITIONS.build(
+            config.generator, dims, config.heads, self.head_width
+        )
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
@@ -73,10 +76,14 @@ class PriorOnly(ValueMixer):
             device=x.device,
         )
         scores = upcast(scores.to(torch.promote_types(scores.dtype, v.dtype)))
-        weights = masked_softmax(scores, None if mask.allowed is None else ~mask.allowed.to(x.device))
+        weights = masked_softmax(
+            scores, None if mask.allowed is None else ~mask.allowed.to(x.device)
+        )
         if self.training and tokens.forward.rng_seed is not None and self.dropout:
             weights = weights.expand(len(x), -1, -1, -1)
-            weights = self.random.dropout(weights, self.dropout, ("batch", "heads", "state", "state"))
+            weights = self.random.dropout(
+                weights, self.dropout, ("batch", "heads", "state", "state")
+            )
         return weights.to(v.dtype) @ v
 
     def multiply_adds(self, queries: int, keys: int) -> float:

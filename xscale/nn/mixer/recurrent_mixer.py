@@ -24,7 +24,11 @@ from xscale.nn.tokens import Tokens
 class RecurrentMixer(Mixer):
     """A causal mixer of heads, each with a state; a subclass makes a `Recurrence` of x and calls `scan`."""
 
-    seams: ClassVar[Seams] = {"first_head": Role.FIRST_HEAD, "scan": Role.SCAN, "norm_all_heads": Role.NORM_OVER_HEADS}
+    seams: ClassVar[Seams] = {
+        "first_head": Role.FIRST_HEAD,
+        "scan": Role.SCAN,
+        "norm_all_heads": Role.NORM_OVER_HEADS,
+    }
     uses_position: ClassVar[bool] = False
     shards_sequence: ClassVar[bool] = True
     heads: int
@@ -43,7 +47,9 @@ class RecurrentMixer(Mixer):
         """
         if tokens.forward.cache is None:
             return recurrence.outputs_and_state()[0]
-        out, tokens.forward.cache[self.path] = recurrence.outputs_and_state(tokens.forward.cache.get(self.path))
+        out, tokens.forward.cache[self.path] = recurrence.outputs_and_state(
+            tokens.forward.cache.get(self.path)
+        )
         return out
 
     def norm_all_heads(self, norm: Norm, x: Tensor) -> Tensor:
@@ -86,7 +92,9 @@ class StepDecay(Module):
     def __init__(self, heads: int, rates: tuple[float, float], steps: tuple[float, float]) -> None:
         """`rates`: bounds of the initial rates, which are uniform; `steps`: of the steps, whose logarithms are."""
         super().__init__()
-        self.declare("log_rate", (heads,), ("heads",), Init("log_of_uniform", bounds=rates), decays=False)
+        self.declare(
+            "log_rate", (heads,), ("heads",), Init("log_of_uniform", bounds=rates), decays=False
+        )
         self.declare("bias", (heads,), ("heads",), Init("step_bias", bounds=steps), decays=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

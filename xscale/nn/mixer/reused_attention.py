@@ -87,7 +87,9 @@ class ReusedAttention(ValueMixer):
         (v,) = tokens.forward.cache[self.path]
         return v  # type: ignore[no-any-return]
 
-    def attend(self, v: Tensor, tokens: Tokens, key_tokens: Tokens, edge: ScoreEdge | None) -> Tensor:
+    def attend(
+        self, v: Tensor, tokens: Tokens, key_tokens: Tokens, edge: ScoreEdge | None
+    ) -> Tensor:
         """Weight the values v [B, H, S, K] by the scores of the layer before: [B, H, T, K].
 
         A seam: context parallelism.
@@ -113,9 +115,13 @@ class ReusedAttention(ValueMixer):
             key_documents=key_tokens.documents if documents else None,
             device=scores.device,
         )
-        weights = masked_softmax(scores, None if mask.allowed is None else ~mask.allowed.to(scores.device))
+        weights = masked_softmax(
+            scores, None if mask.allowed is None else ~mask.allowed.to(scores.device)
+        )
         drops = self.training and tokens.forward.rng_seed is not None
-        return self.random.dropout(weights, self.dropout if drops else 0.0, ("batch", "heads", "state", "state"))
+        return self.random.dropout(
+            weights, self.dropout if drops else 0.0, ("batch", "heads", "state", "state")
+        )
 
     def multiply_adds(self, queries: int, keys: int) -> float:
         return float(self.heads * queries * keys * self.head_width)

@@ -33,8 +33,12 @@ FLOOR = 1e-6
 
 @MIXERS.register(
     "routing_aggregation",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True),
-    deviations=("The inverse temperature lambda of EM routing is constant; Hinton et al. raise it during training.",),
+    traits=MixerTraits(
+        causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True
+    ),
+    deviations=(
+        "The inverse temperature lambda of EM routing is constant; Hinton et al. raise it during training.",
+    ),
 )
 class RoutingAggregation(Attention):
     class Config(Attention.Config):
@@ -70,7 +74,9 @@ class RoutingAggregation(Attention):
         problems = super().check(config, dims, path)
         inner = config.heads * (config.head_width or dims.width // config.heads)
         if config.capsules is not None:
-            problems += must_divide(path, "capsules", config.capsules, "the {} channels of the heads", inner)
+            problems += must_divide(
+                path, "capsules", config.capsules, "the {} channels of the heads", inner
+            )
         return problems
 
     def project_output(self, o: Tensor) -> Tensor:
@@ -93,7 +99,9 @@ class RoutingAggregation(Attention):
     def route_em(self, votes: Tensor) -> Tensor:
         """Votes [B, T, H, N, C] -> capsules [B, T, N, C]."""
         beta_a, beta_u = (self.use(beta).to(votes.dtype) for beta in (self.beta_a, self.beta_u))
-        log_weights = torch.full_like(votes[..., 0], -math.log(votes.shape[3]))  # log R [B, T, H, N]
+        log_weights = torch.full_like(
+            votes[..., 0], -math.log(votes.shape[3])
+        )  # log R [B, T, H, N]
         for step in range(self.iterations):
             # Weights relative to their sum over the heads, which may be too small for a number.
             shares = log_weights.softmax(2)[..., None]
@@ -103,7 +111,9 @@ class RoutingAggregation(Attention):
             cost = (beta_u[:, None] + 0.5 * variance.log()).sum(-1) * log_weights.exp().sum(2)
             log_activation = F.logsigmoid(self.inverse_temperature * (beta_a - cost))  # [B, T, N]
             if step < self.iterations - 1:
-                log_density = -0.5 * (distances / variance[:, :, None] + variance.log()[:, :, None]).sum(-1)
+                log_density = -0.5 * (
+                    distances / variance[:, :, None] + variance.log()[:, :, None]
+                ).sum(-1)
                 log_weights = (log_activation[:, :, None] + log_density).log_softmax(-1)
         return log_activation.exp()[..., None] * mean
 

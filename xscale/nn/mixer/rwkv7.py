@@ -76,14 +76,18 @@ class Rwkv7(RecurrentMixer):
         for name, exponent in SHIFTS.items():
             rising = exponent * (1 - dims.layer / dims.depth)
             values = tuple(1 - (at / width) ** rising for at in range(width))
-            self.declare(f"mix_{name}", (width,), ("width",), Init("values", values=values), decays=False)
+            self.declare(
+                f"mix_{name}", (width,), ("width",), Init("values", values=values), decays=False
+            )
         scale = width**-0.5
         starts = {"r": 0.5 * scale, "k": 0.05 * scale, "v": 0.5 * scale}
         self.r, self.k, self.v = (
             Linear(width, width, ("heads", "width"), Init("uniform", bounds=(-bound, bound)))
             for bound in starts.values()
         )
-        speeds = tuple(-6.5 + 5 * (at / max(1, width - 1)) ** (0.85 + depth**0.5) for at in range(width))
+        speeds = tuple(
+            -6.5 + 5 * (at / max(1, width - 1)) ** (0.85 + depth**0.5) for at in range(width)
+        )
         self.decay_map = LatentMap(width, config.decay_latent_width, Init("values", values=speeds))
         self.rate_map = LatentMap(width, config.rate_latent_width, ZEROS)
         self.gate_map = LatentMap(width, config.gate_latent_width, None)
@@ -133,14 +137,20 @@ class Rwkv7(RecurrentMixer):
         gate = self.gate_map(mixed["g"], torch.sigmoid)
         removed = F.normalize(self._heads(k * upcast(self.use(self.removal))), dim=-1)
         k = k * (1 + (rate - 1) * upcast(self.use(self.replacement)))
-        r, k, v, log_decay, rate = (self._heads(upcast(part)) for part in (r, k, v, log_decay, rate))
+        r, k, v, log_decay, rate = (
+            self._heads(upcast(part)) for part in (r, k, v, log_decay, rate)
+        )
         rule = GeneralizedDeltaRule(r, log_decay, k, v, -removed, rate * removed, tokens.documents)
         o = self.scan(rule, tokens).transpose(1, 2)  # [B, T, H, K]
         normalised = F.layer_norm(o, o.shape[-1:], eps=self.eps).flatten(2)
-        normalised = normalised * upcast(self.use(self.norm_weight)) + upcast(self.use(self.norm_bias))
+        normalised = normalised * upcast(self.use(self.norm_weight)) + upcast(
+            self.use(self.norm_bias)
+        )
         bonus = upcast(self.use(self.bonus)).view(-1, 1, self.head_width)
         added = (r * k * bonus).sum(-1, keepdim=True) * v  # [B, H, T, K]
-        out: Tensor = self.o(((normalised + added.transpose(1, 2).flatten(2)) * upcast(gate)).to(x.dtype))
+        out: Tensor = self.o(
+            ((normalised + added.transpose(1, 2).flatten(2)) * upcast(gate)).to(x.dtype)
+        )
         return out
 
     def _values(self, x: Tensor, edge: ValueEdge | None) -> Tensor:
@@ -174,7 +184,9 @@ class LatentMap(Module):
     def __init__(self, width: int, latent_width: int, bias: Init | None) -> None:
         super().__init__()
         self.down = Linear(width, latent_width, ("state", "width"), ZEROS)
-        self.up = Linear(latent_width, width, ("heads", "state"), Init(std=0.1 * latent_width**-0.5))
+        self.up = Linear(
+            latent_width, width, ("heads", "state"), Init(std=0.1 * latent_width**-0.5)
+        )
         self.bias: Tensor | None
         if bias is None:
             self.bias = None

@@ -97,7 +97,9 @@ class StateSpace(Module):
             self.declare(name, (channels, states // 2), ("ffn", "state"), init, decays=False)
         self.declare("skip", (channels,), ("ffn",), ONES, decays=False)
         bounds = (math.log(steps[0]), math.log(steps[1]))
-        self.declare("log_step", (channels,), ("ffn",), Init("uniform", bounds=bounds), decays=False)
+        self.declare(
+            "log_step", (channels,), ("ffn",), Init("uniform", bounds=bounds), decays=False
+        )
 
     def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Lambda, P, B and C~ [D, N / 2], complex, and the steps [D]."""
@@ -130,7 +132,9 @@ class StateSpace(Module):
         numerators = weights.real, (weights * eigenvalues.conj()[:, None]).real
         # A CPU takes some frequencies at a time, whose products with all states fit into its cache.
         size = FREQUENCIES if step.device.type == "cpu" else len(roots)
-        spectrum = [_spectrum(part, eigenvalues, numerators, step) for part in torch.split(roots, size)]
+        spectrum = [
+            _spectrum(part, eigenvalues, numerators, step) for part in torch.split(roots, size)
+        ]
         kernel: Tensor = torch.fft.irfft(torch.cat(spectrum, 1), n=length)
         return kernel
 
@@ -140,10 +144,16 @@ class StateSpace(Module):
         A is diag(lambda) - P P^* and its conjugate pair in that basis: symmetric but for the frequencies.
         """
         eigenvalues, correction, b, c, step = self.matrices()
-        decay, frequency = (torch.diag_embed(x.double()) for x in (eigenvalues.real, eigenvalues.imag))
+        decay, frequency = (
+            torch.diag_embed(x.double()) for x in (eigenvalues.real, eigenvalues.imag)
+        )
         correction = _real(correction)
         a = torch.cat((torch.cat((decay, -frequency), 2), torch.cat((frequency, decay), 2)), 1)
-        half = step.double()[:, None, None] / 2 * (a - 2 * correction[:, :, None] * correction[:, None])
+        half = (
+            step.double()[:, None, None]
+            / 2
+            * (a - 2 * correction[:, :, None] * correction[:, None])
+        )
         eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device)
         right = torch.cat((eye + half, step.double()[:, None, None] * _real(b)[..., None]), 2)
         solved = torch.linalg.solve(eye - half, right)
@@ -164,14 +174,20 @@ class StateSpace(Module):
         eigenvalues, correction, b, _, step = self.matrices()
         twice = 2 / step[:, None]  # [D, 1]
         resolvent = 1 / (twice - eigenvalues)
-        y = (twice + eigenvalues) * state - correction * _pair_sum(correction.conj() * state) + 2 * b * u[..., None]
+        y = (
+            (twice + eigenvalues) * state
+            - correction * _pair_sum(correction.conj() * state)
+            + 2 * b * u[..., None]
+        )
         y = resolvent * y
         inner = 1 + _pair_sum(correction.conj() * resolvent * correction)
         state = y - resolvent * correction * (_pair_sum(correction.conj() * y) / inner)
         return _pair_sum(c * state).squeeze(-1), state
 
 
-def _spectrum(roots: Tensor, eigenvalues: Tensor, numerators: tuple[Tensor, Tensor], step: Tensor) -> Tensor:
+def _spectrum(
+    roots: Tensor, eigenvalues: Tensor, numerators: tuple[Tensor, Tensor], step: Tensor
+) -> Tensor:
     """Fourier transform of the kernels at the roots of unity [F]: [D, F]."""
     # 2 (1 - z) / step - lambda (1 + z): the resolvent without its pole at z = -1.
     s, q = 2 * (1 - roots) / step[:, None], 1 + roots  # [D, F], [F]
@@ -319,7 +335,9 @@ class S4(Mixer):
         """Index in the model of the first local channel: set when channels are sharded over ranks."""
         length = config.length or dims.length
         self.ssm = StateSpace(dims.width, config.states, length, (config.min_step, config.max_step))
-        self.o = Linear(dims.width, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
+        self.o = Linear(
+            dims.width, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
+        )
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
@@ -332,11 +350,17 @@ class S4(Mixer):
             problems.append(at_most(f"{path}.min_step", what, config.max_step))
         return problems
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         require_one_document(self.path, tokens)
         skip = self.ssm.use(self.ssm.skip)
         u = upcast(x.narrow(-1, self.first_hidden, len(skip)))  # [B, T, D]
-        y = self.convolve(u, tokens) if tokens.forward.cache is None else self.recur(u, tokens.forward.cache)
+        y = (
+            self.convolve(u, tokens)
+            if tokens.forward.cache is None
+            else self.recur(u, tokens.forward.cache)
+        )
         out: Tensor = self.o(F.gelu(y + skip * u).to(x.dtype))
         return out
 

@@ -61,7 +61,12 @@ class ModuleConvolution(Module):
     def __init__(self, channels: int, kernel: tuple[int, int], std: float, bias: bool) -> None:
         """`kernel` counts tokens and modules; `std` is that of the initial weights."""
         super().__init__()
-        self.declare("weight", (channels, channels, *kernel), ("state", "state", "tokens", "state"), Init(std=std))
+        self.declare(
+            "weight",
+            (channels, channels, *kernel),
+            ("state", "state", "tokens", "state"),
+            Init(std=std),
+        )
         self.bias: Tensor | None
         if bias:
             self.declare("bias", (channels,), ("state",), ZEROS, decays=False)
@@ -75,7 +80,9 @@ class ModuleConvolution(Module):
         """
         weight = self.use(self.weight).transpose(1, 2)  # [M, a, M, b]
         channels, near = weight.shape[:2]
-        taps = F.linear(windows.flatten(-2), weight.transpose(0, 1).reshape(near * channels, -1))  # [B, L, S, a * M]
+        taps = F.linear(
+            windows.flatten(-2), weight.transpose(0, 1).reshape(near * channels, -1)
+        )  # [B, L, S, a * M]
         length = taps.shape[1] - near + 1
         mixed = taps.new_zeros(()) if self.bias is None else self.use(self.bias)
         for at in range(near):
@@ -94,7 +101,10 @@ class QkvProjection(NeighbourReader):
         self.right = 0 if dims.causal else (config.length_kernel - 1) // 2
         self.left = config.length_kernel - 1 - self.right
         self.module_kernel = config.module_kernel
-        kernel, channels = (config.length_kernel, config.module_kernel), dims.width // self.modules_per_token
+        kernel, channels = (
+            (config.length_kernel, config.module_kernel),
+            dims.width // self.modules_per_token,
+        )
         self.multiplicative = MultiplicativeLinear(dims.width, self.modules_per_token, dims.init)
         # A convolution keeps the variance of its inputs; without a dense layer behind it, that of the values writes
         # into the residual stream.
@@ -110,7 +120,9 @@ class QkvProjection(NeighbourReader):
         shown = None if documents is None else same_document(documents, self.left, self.right)
         modules = near.view(*near.shape[:2], self.modules_per_token, -1)  # [B, L, S, M]
         around = self.module_kernel // 2
-        windows = F.pad(modules, (0, 0, around, around)).unfold(2, self.module_kernel, 1)  # [B, L, S, M, b]
+        windows = F.pad(modules, (0, 0, around, around)).unfold(
+            2, self.module_kernel, 1
+        )  # [B, L, S, M, b]
         q = self.q(windows, shown)
         return q, q if self.k is None else self.k(windows, shown), self.v(windows, shown)
 
@@ -121,7 +133,9 @@ class QkvProjection(NeighbourReader):
     def reused_multiply_adds(self) -> int:
         """Multiply-adds of a token by weights that each module uses, beyond those of a first module."""
         convolutions = [conv for conv in (self.q, self.k, self.v) if conv is not None]
-        weights = self.multiplicative.weight.numel() + sum(conv.weight.numel() for conv in convolutions)
+        weights = self.multiplicative.weight.numel() + sum(
+            conv.weight.numel() for conv in convolutions
+        )
         return (self.modules_per_token - 1) * weights
 
 
@@ -179,7 +193,9 @@ class SparseQkv(Attention):
         self.projection = QkvProjection(config, dims, shared_qk=self.shared_qk)
         self.output: Linear | None = None
         if config.output:
-            self.output = Linear(width, width, ("width", "state"), dims.residual_init, bias=config.bias)
+            self.output = Linear(
+                width, width, ("width", "state"), dims.residual_init, bias=config.bias
+            )
         self.core = CORES.build(config.core, dims, heads, self.head_width)
         self.position, self.uses_relative_bias, self.qk_norm_over = None, False, "head"
         self.build_position(config.position or dims.position, dims, heads, self.head_width)
@@ -192,7 +208,11 @@ class SparseQkv(Attention):
         if config.module_kernel % 2 == 0:
             what = f"module_kernel={config.module_kernel} has no middle"
             problems.append(
-                Problem(f"{path}.module_kernel", what, choices=take(config.module_kernel - 1, config.module_kernel + 1))
+                Problem(
+                    f"{path}.module_kernel",
+                    what,
+                    choices=take(config.module_kernel - 1, config.module_kernel + 1),
+                )
             )
         return problems
 
@@ -204,7 +224,9 @@ class SparseQkv(Attention):
     def key_channels(self) -> int:
         return self.width
 
-    def project(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         assert memory is None, "`check` refuses a mask decoder of other mixers than attention"
         q, k, v = self.projection(x, tokens)
         return self._heads(q), self._heads(k), self._heads(v)
@@ -215,4 +237,6 @@ class SparseQkv(Attention):
         return joined if self.output is None else self.output(joined)
 
     def multiply_adds(self, queries: int, keys: int) -> float:
-        return super().multiply_adds(queries, keys) + queries * self.projection.reused_multiply_adds()
+        return (
+            super().multiply_adds(queries, keys) + queries * self.projection.reused_multiply_adds()
+        )

@@ -29,7 +29,9 @@ class StarAttention(Module):
         self.head_width = head_width
         inner = heads * head_width
         # Not sharded over tp: ReLU and norm need the sum over all heads.
-        self.q, self.k, self.v = (Linear(dims.width, inner, ("state", "width"), dims.init) for _ in range(3))
+        self.q, self.k, self.v = (
+            Linear(dims.width, inner, ("state", "width"), dims.init) for _ in range(3)
+        )
         self.o = Linear(inner, dims.width, ("width", "state"), dims.init)
         self.norm = Layer(Layer.Config(), dims.width)
 
@@ -51,7 +53,9 @@ class StarAttention(Module):
 
 @MIXERS.register(
     "star",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True),
+    traits=MixerTraits(
+        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
+    ),
     deviations=(
         "The output is the satellites; the relay's last update, by which the paper classifies a sequence, is left out.",
     ),
@@ -90,16 +94,22 @@ class StarTransformerLayers(Mixer):
         return problems
 
     @without_padding
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         if tokens.documents is not None:
             what = f"the relay of {self.path} is shared by the documents of a sample, which must not see each other"
-            raise ConfigError("data.cross_documents", what, "Set it to true, or take the mixer attention.")
+            raise ConfigError(
+                "data.cross_documents", what, "Set it to true, or take the mixer attention."
+            )
         satellites, relay = x, x.mean(1)  # [B, T, D], [B, D]
         embedded = self.satellites.keys(x)
         for step in range(self.steps):
             of_satellites, shared = self.satellites.keys(satellites), self.satellites.keys(relay)
             k, v = (
-                torch.stack((a.roll(1, 1), a, a.roll(-1, 1), e, s[:, None].expand_as(a)), 2)  # [B, T, 5, H, K]
+                torch.stack(
+                    (a.roll(1, 1), a, a.roll(-1, 1), e, s[:, None].expand_as(a)), 2
+                )  # [B, T, 5, H, K]
                 for a, e, s in zip(of_satellites, embedded, shared, strict=True)
             )
             satellites = self.satellites(satellites, k, v)

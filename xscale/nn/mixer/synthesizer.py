@@ -104,8 +104,12 @@ class Synthesizer(ValueMixer):
             factor = config.factor_width or next(a for a in range(1, length + 1) if a * a >= length)
             sizes = {"tiled": factor, "repeated": -(-length // factor)}
             if config.generator == "dense":
-                self.declare("scores", (heads, length, hidden), ("heads", "tokens", "state"), dims.init)
-                self.declare("scores_bias", (heads, length), ("heads", "tokens"), ZEROS, decays=False)
+                self.declare(
+                    "scores", (heads, length, hidden), ("heads", "tokens", "state"), dims.init
+                )
+                self.declare(
+                    "scores_bias", (heads, length), ("heads", "tokens"), ZEROS, decays=False
+                )
                 sizes = {}
             for name, size in sizes.items():
                 self.declare(name, (heads, size, hidden), ("heads", "state", "state"), dims.init)
@@ -113,7 +117,9 @@ class Synthesizer(ValueMixer):
             return
         std, columns = config.scores_std or 1.0, config.factor_columns or 8
         if config.generator == "random":
-            self.declare("scores", (heads, length, length), ("heads", "tokens", "tokens"), Init(std=std))
+            self.declare(
+                "scores", (heads, length, length), ("heads", "tokens", "tokens"), Init(std=std)
+            )
         else:
             # A score is a sum of `columns` products.
             start = Init(std=(std**2 / columns) ** 0.25)
@@ -131,7 +137,9 @@ class Synthesizer(ValueMixer):
             problems.append(at_least(f"{path}.length", what, dims.length, *take(None)))
         if config.factor_width is not None and config.factor_width > (config.length or dims.length):
             what = f"{config.factor_width} entries are more than the {config.length or dims.length} positions"
-            problems.append(at_most(f"{path}.factor_width", what, config.length or dims.length, *take(None)))
+            problems.append(
+                at_most(f"{path}.factor_width", what, config.length or dims.length, *take(None))
+            )
         for key, generators in USED_BY.items():
             if getattr(config, key) is not None and config.generator not in generators:
                 what = f"the generator '{config.generator}' has none"
@@ -155,10 +163,14 @@ class Synthesizer(ValueMixer):
         else:
             scores = self._scores_of_positions(keys - queries, queries, keys, tokens)
         allowed = self._allowed(queries, keys, tokens)
-        weights = masked_softmax(upcast(scores), None if allowed is None else ~allowed)  # [B or 1, H, T, S]
+        weights = masked_softmax(
+            upcast(scores), None if allowed is None else ~allowed
+        )  # [B or 1, H, T, S]
         if self.training and tokens.forward.rng_seed is not None and self.dropout:
             weights = weights.expand(len(x), -1, -1, -1)
-            weights = self.random.dropout(weights, self.dropout, ("batch", "heads", "state", "state"))
+            weights = self.random.dropout(
+                weights, self.dropout, ("batch", "heads", "state", "state")
+            )
         weights = weights.to(v.dtype)
         if len(weights) == len(v):
             return weights @ v
@@ -169,13 +181,19 @@ class Synthesizer(ValueMixer):
 
     def _scores_of_tokens(self, x: Tensor, heads: int, keys: int, tokens: Tokens) -> Tensor:
         """Scores [B, H, T, S] of the dense generators, by x [B, T, D]."""
-        hidden = F.relu(self.up(x)).view(*x.shape[:2], heads, -1).transpose(1, 2)  # [B, H, T, hidden]
+        hidden = (
+            F.relu(self.up(x)).view(*x.shape[:2], heads, -1).transpose(1, 2)
+        )  # [B, H, T, hidden]
         if self.generator == "dense":
             weight, bias = self.use(self.scores)[:, :keys], self.use(self.scores_bias)[:, :keys]
             scores = hidden @ weight.mT + bias[:, None]
         else:
-            tiled = hidden @ self.use(self.tiled).mT + self.use(self.tiled_bias)[:, None]  # [B, H, T, a]
-            repeated = hidden @ self.use(self.repeated).mT + self.use(self.repeated_bias)[:, None]  # [B, H, T, b]
+            tiled = (
+                hidden @ self.use(self.tiled).mT + self.use(self.tiled_bias)[:, None]
+            )  # [B, H, T, a]
+            repeated = (
+                hidden @ self.use(self.repeated).mT + self.use(self.repeated_bias)[:, None]
+            )  # [B, H, T, b]
             scores = (repeated[..., None] * tiled[..., None, :]).flatten(-2)[..., :keys]
         if tokens.documents is None:
             return scores
@@ -207,7 +225,9 @@ class Synthesizer(ValueMixer):
                 device=tokens.positions.device,
             ).allowed
 
-        allowed: Tensor | None = tokens.shared_values.get_or_compute(f"allowed/{self.causal}/{queries}/{keys}", compute)
+        allowed: Tensor | None = tokens.shared_values.get_or_compute(
+            f"allowed/{self.causal}/{queries}/{keys}", compute
+        )
         return allowed
 
     def multiply_adds(self, queries: int, keys: int) -> float:

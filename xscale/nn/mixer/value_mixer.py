@@ -44,7 +44,9 @@ class ValueMixer(Mixer):
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
         return super().check(config, dims, path) + cls.check_heads(config, dims, path)
 
-    def forward(self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         return self.project_output(self.mix(x, self.values(x), tokens))
 
     def values(self, x: Tensor) -> Tensor:

@@ -37,7 +37,9 @@ def require_one_document(path: str, tokens: Tokens) -> None:
     """Raise ConfigError where the mixer at `path`, which cannot mask documents from each other, gets packed ones."""
     if tokens.documents is not None and tokens.padding is None:
         what = f"{path} cannot mask packed documents from each other"
-        raise ConfigError("data.cross_documents", what, "Set it to true, or take the mixer attention.")
+        raise ConfigError(
+            "data.cross_documents", what, "Set it to true, or take the mixer attention."
+        )
 
 
 @eager

@@ -26,14 +26,20 @@ class Decoder(Model):
         """Multi-token prediction (DeepSeek-V3): modules behind the stack that predict further tokens in training;
         null: none."""
 
-    seams: ClassVar[Seams] = {"embed": Role.STACK_INPUT, "head": Role.MODEL_OUTPUT, "mtp": Role.ON_LAST_STAGE}
+    seams: ClassVar[Seams] = {
+        "embed": Role.STACK_INPUT,
+        "head": Role.MODEL_OUTPUT,
+        "mtp": Role.ON_LAST_STAGE,
+    }
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__()
         dims = model_dims(config, vocabulary, length, causal=True)
         self.embed = Embed(config, dims)
         make_head = partial(Head, dims, soft_cap=config.logit_soft_cap, fix_norm=config.fix_norm)
-        self.stack = Stack(config.stack, dims, StackUse(predicts=True, make_head=lambda: make_head(None)))
+        self.stack = Stack(
+            config.stack, dims, StackUse(predicts=True, make_head=lambda: make_head(None))
+        )
         self.head = make_head(self.embed.table if config.tied else None)
         self.mtp: MultiToken | None = None
         if config.mtp is not None:
@@ -47,7 +53,9 @@ class Decoder(Model):
         problems += Stack.check(config.stack, shared, f"{path}.stack", StackUse(predicts=True))
         return problems + MultiToken.check(config.mtp, config.stack, f"{path}.mtp")
 
-    def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         prediction = Prediction(self.head, targets)
         x = self.stack(self.embed(tokens), tokens, prediction=prediction)
         if self.mtp is not None:

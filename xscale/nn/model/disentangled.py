@@ -71,13 +71,17 @@ class Disentangled(EncoderDecoder):
         super().__init__(config, vocabulary, length)
         assert self.target.position is not None, "see `check`"
         norm = config.embedding_norm
-        self.queries = PositionQueries(self.target.position, None if norm is None else NORMS.build(norm, config.width))
+        self.queries = PositionQueries(
+            self.target.position, None if norm is None else NORMS.build(norm, config.width)
+        )
         for module in self.decoder.modules():
             if isinstance(module, Attention) and not module.cross:
                 module.chooses_observed = True
         self.length: LengthHead | None = None
         if config.length_head is not None:
-            self.length = LengthHead(config.length_head, model_dims(config, vocabulary, length, causal=False))
+            self.length = LengthHead(
+                config.length_head, model_dims(config, vocabulary, length, causal=False)
+            )
         name_modules(self)
 
     @classmethod
@@ -89,20 +93,28 @@ class Disentangled(EncoderDecoder):
             problems.append(Problem(f"{path}.position", what, choices=choices))
         if config.transparent:
             what = "the length of a target is predicted from one output of the encoder, not from those of all blocks"
-            problems += [Problem(f"{path}.transparent", what, choices=take(False))] * (config.length_head is not None)
+            problems += [Problem(f"{path}.transparent", what, choices=take(False))] * (
+                config.length_head is not None
+            )
         return problems + list(_check_decoder(config.decoder, f"{path}.decoder"))
 
     def sp_problems(self, path: str) -> list[Problem]:
         what = "the first queries are positions of the full sequence, of which each rank would have a shard"
         return [Problem(path, what, choices=take(False) + kinds(["encoder_decoder"], "model"))]
 
-    def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         """In generation the cache keeps the encoder's output as `memory` and the logits [B, L] of the target's
         length as `lengths`."""
         assert source is not None, "an encoder-decoder needs a source"
         memory = self.memory(tokens, source)
         read = self.encoder.output_tokens(source)
-        if tokens.forward.cache is not None and self.length is not None and "lengths" not in tokens.forward.cache:
+        if (
+            tokens.forward.cache is not None
+            and self.length is not None
+            and "lengths" not in tokens.forward.cache
+        ):
             tokens.forward.cache["lengths"] = self.length(memory, read)
         content = self.target(tokens)  # [B, T, D]
         # Every iteration of decoding has other tokens, of which no keys are kept.
@@ -124,11 +136,15 @@ def _check_decoder(config: StackConfig, path: str) -> Iterator[Problem]:
             continue
         if mixer.kind == "attention":
             kind = "attention with shared_qk" if mixer.shared_qk else f"core '{core.kind}'"
-        what = f"the queries of {kind} cannot each observe other tokens, whose keys are of embeddings"
+        what = (
+            f"the queries of {kind} cannot each observe other tokens, whose keys are of embeddings"
+        )
         yield Problem(f"{path}.block.mixer", what, choices=take({"kind": "attention"}))
     stream = RESIDUALS.of(config.block.residual)
     is_usual = stream.traits.hidden_states and not stream.part.joins_sublayers
     if not is_usual or config.halting is not None or config.pooling is not None:
         what = "every block reads the embeddings beside the one residual stream of all tokens"
         wanted = (("block.residual", "pre"), ("halting", None), ("pooling", None))
-        yield Problem(path, what, choices=change(*[(f"{path}.{key}", value) for key, value in wanted]))
+        yield Problem(
+            path, what, choices=change(*[(f"{path}.{key}", value) for key, value in wanted])
+        )

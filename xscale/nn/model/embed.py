@@ -44,20 +44,26 @@ class Embed(Module):
         super().__init__()
         self.project: Linear | None = None
         if factor_width is not None:
-            self.project = Linear(factor_width, dims.width, ("width", "state"), dims.init, bias=True)
+            self.project = Linear(
+                factor_width, dims.width, ("width", "state"), dims.init, bias=True
+            )
             dims = replace(dims, width=factor_width)
         self.globals = globals
         self.mean = mean
         if globals:
             self.declare("start", (globals, dims.width), ("tokens", "width"), dims.init)
-        self.table = table or Embedding(dims.vocabulary, dims.width, dims.init, fix_norm=config.fix_norm)
+        self.table = table or Embedding(
+            dims.vocabulary, dims.width, dims.init, fix_norm=config.fix_norm
+        )
         self.has_types = types > 0
         if types:
             self.declare("types", (types, dims.width), ("state", "width"), dims.init)
         self.dropout = config.dropout
         self.scale = dims.width**0.5 if config.scale_embeddings else None
         at_input = POSITIONS.of(config.position).traits.where == "input"
-        self.position: Position | None = POSITIONS.build(config.position, dims) if at_input else None
+        self.position: Position | None = (
+            POSITIONS.build(config.position, dims) if at_input else None
+        )
         self.norm: Norm | None = None if norm is None else NORMS.build(norm, dims.width)
 
     def forward(self, tokens: Tokens) -> Tensor:
@@ -75,7 +81,9 @@ class Embed(Module):
             x = x + (table[0] if tokens.types is None else F.embedding(tokens.types, table))
         if self.globals:
             start = self.use(self.start).to(x.dtype).expand(len(x), -1, -1)  # [B, M, D]
-            x = torch.cat((start + x.mean(1, keepdim=True) if self.mean else start, x), 1)  # [B, M + T, D]
+            x = torch.cat(
+                (start + x.mean(1, keepdim=True) if self.mean else start, x), 1
+            )  # [B, M + T, D]
         if self.norm is not None:
             x = self.norm(x)
         if self.training and tokens.forward.rng_seed is not None and self.dropout:

@@ -54,7 +54,11 @@ class Encoder(Model):
         global_mean: bool = False
         """Whether the mean of the text's embeddings is added to each global token (the relay of Star-Transformer)."""
 
-    seams: ClassVar[Seams] = {"embed": Role.STACK_INPUT, "head": Role.MODEL_OUTPUT, "contrast": Role.SENTENCE_LOSS}
+    seams: ClassVar[Seams] = {
+        "embed": Role.STACK_INPUT,
+        "head": Role.MODEL_OUTPUT,
+        "contrast": Role.SENTENCE_LOSS,
+    }
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -71,7 +75,9 @@ class Encoder(Model):
         )
 
         def make_head(
-            table: Embedding | None, sentence: SentenceHead | None = None, boundary: BoundaryHead | None = None
+            table: Embedding | None,
+            sentence: SentenceHead | None = None,
+            boundary: BoundaryHead | None = None,
         ) -> Head:
             width = config.embedding_width or config.width
             transform = None
@@ -91,7 +97,11 @@ class Encoder(Model):
 
         use = StackUse(predicts=True, make_head=lambda: make_head(None))
         self.stack = Stack(config.stack, replace(dims, length=length + count), use)
-        sentence = None if config.sentence_head is None else SentenceHead(config.sentence_head, dims, count)
+        sentence = (
+            None
+            if config.sentence_head is None
+            else SentenceHead(config.sentence_head, dims, count)
+        )
         boundary = None
         if config.boundary_head is not None:
             boundary = BoundaryHead(config.boundary_head, config.stack.block.norm, dims)
@@ -112,26 +122,38 @@ class Encoder(Model):
             what = "narrows the embeddings, and the head has no map from the width of the blocks"
             problems += [Problem(f"{path}.embedding_width", what, choices=transforms)] * missing
             what = "multiplies by sqrt(width) embeddings of another width"
-            problems += [Problem(f"{path}.scale_embeddings", what, choices=take(False))] * config.scale_embeddings
-        if config.boundary_head is not None and (config.embedding_width is not None or config.fix_norm):
+            problems += [
+                Problem(f"{path}.scale_embeddings", what, choices=take(False))
+            ] * config.scale_embeddings
+        if config.boundary_head is not None and (
+            config.embedding_width is not None or config.fix_norm
+        ):
             what = "predicts by the table of embeddings as it is, with its full width"
             full = change((f"{path}.embedding_width", None), (f"{path}.fix_norm", False))
             problems.append(Problem(f"{path}.boundary_head", what, choices=take(None) + full))
         if config.global_tokens and config.stack.pooling is not None:
             what = "would be pooled as the text is, and the head leaves as many out as there are"
             problems.append(
-                Problem(f"{path}.global_tokens", what, choices=take(0) + take(None, key=f"{path}.stack.pooling"))
+                Problem(
+                    f"{path}.global_tokens",
+                    what,
+                    choices=take(0) + take(None, key=f"{path}.stack.pooling"),
+                )
             )
         if config.global_mean and not config.global_tokens:
             choices = take(False) + take(1, key=f"{path}.global_tokens")
             problems.append(Problem(f"{path}.global_mean", "needs global tokens", choices=choices))
         return problems
 
-    def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         count = self.global_tokens
         if count and tokens.documents is not None and tokens.padding is None:
             what = f"the {count} global tokens of a sample are shared by its documents, which must not see each other"
-            raise ConfigError("data.cross_documents", what, "Set it to true, or model.global_tokens to 0.")
+            raise ConfigError(
+                "data.cross_documents", what, "Set it to true, or model.global_tokens to 0."
+            )
         prefixed, prediction = tokens.with_global_tokens(count), Prediction(self.head, targets)
         x = self.stack(self.embed(tokens), prefixed, prediction=prediction)
         if self.contrast is not None and tokens.get(SENTENCES) is not None and targets is not None:
@@ -146,6 +168,8 @@ class Encoder(Model):
         sentences = tokens.get(SENTENCES)
         if sentences is None or not contrasts_sentences(tokens):
             return x
-        alone = Tokens.from_ids(sentences.flatten(0, 1), rng_seed=tokens.forward.rng_seed)  # [B * K, N]
+        alone = Tokens.from_ids(
+            sentences.flatten(0, 1), rng_seed=tokens.forward.rng_seed
+        )  # [B * K, N]
         prefixed = alone.with_global_tokens(self.global_tokens)
         return contrast.attach_loss(x, tokens, self.stack(self.embed(alone), prefixed), prefixed)

@@ -64,9 +64,13 @@ class EncoderDecoder(Model):
         self.target = Embed(config, writing, self.source.table, norm=config.embedding_norm)
         mix = None
         if config.transparent:
-            mix = LayerMix(config.encoder.depth + 1, config.decoder.depth, config.transparent_dropout)
+            mix = LayerMix(
+                config.encoder.depth + 1, config.decoder.depth, config.transparent_dropout
+            )
         self.encoder = Stack(
-            config.encoder, reading, StackUse(returns_states=config.transparent, repeats_windows=False)
+            config.encoder,
+            reading,
+            StackUse(returns_states=config.transparent, repeats_windows=False),
         )
         make_head = partial(
             Head,
@@ -75,7 +79,9 @@ class EncoderDecoder(Model):
             fix_norm=config.fix_norm,
             scale=config.width**-0.5 if config.scale_head else None,
         )
-        use = StackUse(cross=True, predicts=self.decoder_predicts, make_head=lambda: make_head(None), mix=mix)
+        use = StackUse(
+            cross=True, predicts=self.decoder_predicts, make_head=lambda: make_head(None), mix=mix
+        )
         self.decoder = Stack(config.decoder, writing, use)
         self.head = make_head(self.source.table if config.tied else None)
         if config.init == "t_fixup":
@@ -91,7 +97,12 @@ class EncoderDecoder(Model):
         stream = RESIDUALS.of(encoder.block.residual)
         reads = "the decoder reads the outputs of all encoder blocks"
         refused = (
-            (encoder.halting, "halting", None, "an encoder whose tokens halt has one output, not one of each block"),
+            (
+                encoder.halting,
+                "halting",
+                None,
+                "an encoder whose tokens halt has one output, not one of each block",
+            ),
             (
                 not stream.traits.hidden_states,
                 "block.residual",
@@ -107,16 +118,25 @@ class EncoderDecoder(Model):
         if config.transparent_dropout and not config.transparent:
             what = "there are no weights of layers to drop"
             problems.append(
-                Problem(f"{path}.transparent_dropout", what, choices=take(0.0) + take(True, key=f"{path}.transparent"))
+                Problem(
+                    f"{path}.transparent_dropout",
+                    what,
+                    choices=take(0.0) + take(True, key=f"{path}.transparent"),
+                )
             )
         if config.init == "t_fixup":
             problems += _check_t_fixup(config, path)
         return [
             *problems,
-            *dict.fromkeys(check_position(config, reading, path) + check_position(config, writing, path)),
+            *dict.fromkeys(
+                check_position(config, reading, path) + check_position(config, writing, path)
+            ),
             *Stack.check(config.encoder, reading, f"{path}.encoder"),
             *Stack.check(
-                config.decoder, writing, f"{path}.decoder", StackUse(cross=True, predicts=cls.decoder_predicts)
+                config.decoder,
+                writing,
+                f"{path}.decoder",
+                StackUse(cross=True, predicts=cls.decoder_predicts),
             ),
         ]
 
@@ -134,7 +154,9 @@ class EncoderDecoder(Model):
         memory: Tensor = tokens.forward.cache["memory"]
         return memory
 
-    def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         assert source is not None, "an encoder-decoder needs a source"
         memory = self.memory(tokens, source)
         # Where the encoder shortens the source, the memory has the documents of its windows.
@@ -150,14 +172,24 @@ def _check_t_fixup(config: EncoderDecoder.Config, path: str) -> list[Problem]:
     for name in ("encoder", "decoder"):
         stack: StackConfig = getattr(config, name)
         if stack.share != "none":
-            what = "t_fixup scales the weights of each block by the depth, and the blocks share theirs"
+            what = (
+                "t_fixup scales the weights of each block by the depth, and the blocks share theirs"
+            )
             problems.append(
-                Problem(f"{path}.{name}.share", what, choices=take("none") + take("normal", key=f"{path}.init"))
+                Problem(
+                    f"{path}.{name}.share",
+                    what,
+                    choices=take("none") + take("normal", key=f"{path}.init"),
+                )
             )
         if stack.linear_maps != "real":
             what = "t_fixup scales real matrices by their sizes, and quaternion maps have none"
             problems.append(
-                Problem(f"{path}.{name}.linear_maps", what, choices=take("real") + take("normal", key=f"{path}.init"))
+                Problem(
+                    f"{path}.{name}.linear_maps",
+                    what,
+                    choices=take("real") + take("normal", key=f"{path}.init"),
+                )
             )
         problems += check_mixers(stack, f"{path}.{name}")
     return problems

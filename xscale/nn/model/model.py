@@ -69,7 +69,9 @@ class Model(Part):
     """Signals that every block of the decoder reads, of an encoder-decoder: stages send them on beside the memory. They
     are the outputs of its inputs (`Role.STACK_INPUT`) beside that of the stack."""
 
-    def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         """Logits [B, T, V]; with `targets` [B, T] their summed loss in nats, a scalar of float32 or wider."""
         raise NotImplementedError
 

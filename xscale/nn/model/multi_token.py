@@ -59,7 +59,9 @@ class MtpModule(Module):
 
     def forward(self, x: Tensor, embeddings: Tensor, tokens: Tokens) -> Tensor:
         """x and embeddings [B, T, D] -> [B, T, D]."""
-        both = torch.cat((self.hidden_norm(x, tokens), self.embedding_norm(embeddings, tokens)), -1)  # [B, T, 2 D]
+        both = torch.cat(
+            (self.hidden_norm(x, tokens), self.embedding_norm(embeddings, tokens)), -1
+        )  # [B, T, 2 D]
         out: Tensor = self.stack(self.project(both), tokens)
         return out
 
@@ -74,7 +76,9 @@ class MultiToken(Module):
         """`stack` is that of the model."""
         super().__init__()
         self.weight = config.loss_weight / config.depth
-        self.at = nn.ModuleDict({str(ahead): MtpModule(stack, dims) for ahead in range(1, config.depth + 1)})
+        self.at = nn.ModuleDict(
+            {str(ahead): MtpModule(stack, dims) for ahead in range(1, config.depth + 1)}
+        )
         """The modules, by the tokens that they look ahead."""
 
     @staticmethod
@@ -90,18 +94,30 @@ class MultiToken(Module):
                 not stream.traits.hidden_states,
                 f"{stream.part.form}, and a module reads the stack's output",
             ),
-            ("block.gates", None): (block.gates is not None, "the budget of the gates is that of the stack's blocks"),
+            ("block.gates", None): (
+                block.gates is not None,
+                "the budget of the gates is that of the stack's blocks",
+            ),
             ("block.residual", "post"): (
                 stream.part.set_by_data,
                 f"residual '{stream.name}' initialises the stack's blocks alone",
             ),
-            ("halting", None): (stack.halting is not None, "a module has one block, and halting repeats blocks"),
-            ("step_signal", False): (stack.step_signal, "the signal of a step numbers the stack's blocks"),
+            ("halting", None): (
+                stack.halting is not None,
+                "a module has one block, and halting repeats blocks",
+            ),
+            ("step_signal", False): (
+                stack.step_signal,
+                "the signal of a step numbers the stack's blocks",
+            ),
             ("linear_maps", "real"): (
                 stack.linear_maps != "real",
                 "the projection of two vectors is no quaternion map",
             ),
-            ("exits", None): (stack.exits is not None, "exits weigh the losses of the stack's own depths"),
+            ("exits", None): (
+                stack.exits is not None,
+                "exits weigh the losses of the stack's own depths",
+            ),
         }
         problems = [
             Problem(path, what, choices=take(None) + take(value, key=f"{stack_path}.{key}"))
@@ -111,7 +127,11 @@ class MultiToken(Module):
         if any(MIXERS.of(mixer).part.score_heads(mixer) is not None for mixer in block.mixers()):
             what = "the block of a module follows a projection, which hands on no attention scores"
             problems.append(
-                Problem(path, what, choices=take(None) + kinds(["softmax"], f"{stack_path}.block.mixer.core"))
+                Problem(
+                    path,
+                    what,
+                    choices=take(None) + kinds(["softmax"], f"{stack_path}.block.mixer.core"),
+                )
             )
         if NORMS.of(block.norm).traits.batch_statistics:
             what = f"norm '{block.norm.kind}' would count tokens without a target ahead"
@@ -152,7 +172,11 @@ class MultiToken(Module):
     def _record(self, part: Any, loss: Tensor, tokens: Tokens) -> None:
         """Record the mean loss of a module over the targets of the step, as a mean over its micro-batches."""
         forward = tokens.forward
-        if forward.stats is None or forward.aux_loss_weight is None or forward.target_weight is None:
+        if (
+            forward.stats is None
+            or forward.aux_loss_weight is None
+            or forward.target_weight is None
+        ):
             return
         # The mean over shards of a sequence too, each of which has a part of the sum.
         weight = forward.target_weight / forward.aux_loss_weight / tokens.fraction()

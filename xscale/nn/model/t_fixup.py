@@ -23,7 +23,10 @@ from xscale.nn.module import Module
 def init_by_t_fixup(embedding: Embedding, encoder: nn.ModuleDict, decoder: nn.ModuleDict) -> None:
     """Set the initialisers of the table [V, D] and of the linear maps in the blocks of both stacks."""
     _set_std(embedding, "weight", embedding.weight.shape[1] ** -0.5 * (9 * len(encoder)) ** -0.25)
-    for blocks, factor in ((encoder, 0.67 * len(encoder) ** -0.25), (decoder, (9 * len(decoder)) ** -0.25)):
+    for blocks, factor in (
+        (encoder, 0.67 * len(encoder) ** -0.25),
+        (decoder, (9 * len(decoder)) ** -0.25),
+    ):
         scaled = {id(linear) for module in blocks.modules() for linear in _scaled(module)}
         for module in blocks.modules():
             if isinstance(module, Module):

@@ -79,7 +79,13 @@ class Layer(Norm):
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         bias = None if self.bias is None else self.use(self.bias)
-        return layernorm(x, self.use(self.weight), bias, self.eps, implementation=self.kernel_choices.get("layernorm"))
+        return layernorm(
+            x,
+            self.use(self.weight),
+            bias,
+            self.eps,
+            implementation=self.kernel_choices.get("layernorm"),
+        )
 
 
 @NORMS.register("rms", traits=NormTraits(per_token=True, centred=False))
@@ -98,7 +104,9 @@ class Rms(Norm):
         self.declare("weight", (width,), ("width",), ONES, decays=False)
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
-        return rmsnorm(x, self.use(self.weight), self.eps, implementation=self.kernel_choices.get("rmsnorm"))
+        return rmsnorm(
+            x, self.use(self.weight), self.eps, implementation=self.kernel_choices.get("rmsnorm")
+        )
 
 
 @NORMS.register("ada", traits=NormTraits(per_token=True, centred=False, exact_gradient=False))
@@ -160,7 +168,11 @@ def check_places(config: Any, path: str) -> list[Problem]:
         value, at = getattr(config, name), f"{path}.{name}"
         members = {at: value} if isinstance(value, Config) else {}
         if isinstance(value, tuple):
-            members = {f"{at}.{index}": member for index, member in enumerate(value) if isinstance(member, Config)}
+            members = {
+                f"{at}.{index}": member
+                for index, member in enumerate(value)
+                if isinstance(member, Config)
+            }
         for member_path, member in members.items():
             if getattr(member, "family", None) == NORMS.name and not member_path.endswith(
                 (".block.norm", ".pooling.norm")
@@ -168,7 +180,9 @@ def check_places(config: Any, path: str) -> list[Problem]:
                 entry = NORMS.of(member)
                 what = f"'{entry.name}' has statistics of the tokens between sublayers, and this norm stands elsewhere"
                 choices = kinds(NORMS.able(batch_statistics=False), member_path)
-                problems += [Problem(member_path, what, choices=choices)] * entry.traits.batch_statistics
+                problems += [
+                    Problem(member_path, what, choices=choices)
+                ] * entry.traits.batch_statistics
             problems += check_places(member, member_path)
     return problems
 
@@ -236,9 +250,13 @@ class BatchNorm(BatchStatisticsNorm):
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training:
-            mean, variance = self._of_batch(rows_of(precise, tokens), None if tokens is None else tokens.forward.stats)
+            mean, variance = self._of_batch(
+                rows_of(precise, tokens), None if tokens is None else tokens.forward.stats
+            )
         else:
-            mean, variance = (self.use(running).to(precise.dtype) for running in (self.mean, self.variance))
+            mean, variance = (
+                self.use(running).to(precise.dtype) for running in (self.mean, self.variance)
+            )
         y = (precise - mean) * torch.rsqrt(variance + self.eps)
         return (y * self.use(self.weight) + self.use(self.bias)).to(x.dtype)
 
@@ -255,8 +273,12 @@ class BatchNorm(BatchStatisticsNorm):
     @torch.no_grad()
     def update_state(self, means: dict[str, Tensor], weights: WeightWriter) -> None:
         """Move the running mean and the running unbiased variance."""
-        for running, value in zip((self.mean, self.variance), means[f"{self.path}/running"], strict=True):
-            weights.update(running, lambda old, new: (1 - self.momentum) * old + self.momentum * new, value)
+        for running, value in zip(
+            (self.mean, self.variance), means[f"{self.path}/running"], strict=True
+        ):
+            weights.update(
+                running, lambda old, new: (1 - self.momentum) * old + self.momentum * new, value
+            )
 
 
 class _PowerScale(torch.autograd.Function):
@@ -266,7 +288,9 @@ class _PowerScale(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, x: Tensor, psi: Tensor, nu: Tensor, scale: Tensor, record: Callable[..., None]) -> Tensor:
+    def forward(
+        context: Any, x: Tensor, psi: Tensor, nu: Tensor, scale: Tensor, record: Callable[..., None]
+    ) -> Tensor:
         y = x / psi
         context.save_for_backward(y, psi, nu, scale)
         context.record = record
@@ -280,7 +304,9 @@ class _PowerScale(torch.autograd.Function):
 
 
 @eager
-def _power_scale(x: Tensor, psi: Tensor, nu: Tensor, scale: Tensor, record: Callable[..., None]) -> Tensor:
+def _power_scale(
+    x: Tensor, psi: Tensor, nu: Tensor, scale: Tensor, record: Callable[..., None]
+) -> Tensor:
     """`_PowerScale`; its backward records statistics, which no graph can."""
     y: Tensor = _PowerScale.apply(x, psi, nu, scale, record)  # type: ignore[no-untyped-call]
     return y
@@ -336,7 +362,9 @@ class PowerNorm(BatchStatisticsNorm):
         if self.groups:
             grouped = precise.view(*precise.shape[:-1], self.groups, -1)
             precise = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
-        square, nu = (self.use(running).to(precise.dtype) for running in (self.square, self.correction))
+        square, nu = (
+            self.use(running).to(precise.dtype) for running in (self.square, self.correction)
+        )
         psi = (square + self.eps).sqrt()
         if self.training:
             count = precise[..., 0].numel() if tokens is None else tokens.count()
@@ -364,7 +392,9 @@ class PowerNorm(BatchStatisticsNorm):
 
         def record(gradient: Tensor, y: Tensor) -> None:
             # `gradient` of a token is weight / count of that of its own loss.
-            stats.add(f"{self.path}/along", rows_of(gradient * y, tokens).sum(0, keepdim=True) / weight)
+            stats.add(
+                f"{self.path}/along", rows_of(gradient * y, tokens).sum(0, keepdim=True) / weight
+            )
 
         return record
 
@@ -376,7 +406,9 @@ class PowerNorm(BatchStatisticsNorm):
         before = self.square.detach()
 
         def corrected(correction: Tensor, step: Tensor, square: Tensor) -> Tensor:
-            return correction + (1 - self.alpha) * (step - correction * (square / (before + self.eps)))
+            return correction + (1 - self.alpha) * (
+                step - correction * (square / (before + self.eps))
+            )
 
         weights.update(self.correction, corrected, along, square)
         weights.update(self.steps, lambda steps: steps + 1)

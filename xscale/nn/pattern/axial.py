@@ -5,7 +5,13 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from xscale.core.errors import Problem
-from xscale.nn.pattern.grid import Grid, PeriodicTokenMask, TokenMask, regions_of_blocks, shared_region_layout
+from xscale.nn.pattern.grid import (
+    Grid,
+    PeriodicTokenMask,
+    TokenMask,
+    regions_of_blocks,
+    shared_region_layout,
+)
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 from xscale.nn.pattern.window import check_window
 
@@ -17,7 +23,10 @@ are."""
 @PATTERNS.register(
     "axial",
     traits=PatternTraits(
-        causal=False, bidirectional=True, per_head_layout=False, density="min(1, max(1, width / block) / N)"
+        causal=False,
+        bidirectional=True,
+        per_head_layout=False,
+        density="min(1, max(1, width / block) / N)",
     ),
 )
 class Axial(Pattern):
@@ -33,10 +42,16 @@ class Axial(Pattern):
         """Axis along which a token attends; alternate: rows in even layers, columns in odd ones."""
 
     def _rows(self, grid: Grid) -> bool:
-        return bool(self.config.axis == "row" or (self.config.axis == "alternate" and grid.layer % 2 == 0))
+        return bool(
+            self.config.axis == "row" or (self.config.axis == "alternate" and grid.layer % 2 == 0)
+        )
 
     def make_layout(self, grid: Grid) -> Layout:
-        return row_layout(grid, self.config.width) if self._rows(grid) else column_layout(grid, self.config.width)
+        return (
+            row_layout(grid, self.config.width)
+            if self._rows(grid)
+            else column_layout(grid, self.config.width)
+        )
 
     def token_mask(self, grid: Grid) -> TokenMask | None:
         width = self.config.width
@@ -87,7 +102,9 @@ class CcNet(Pattern):
 
     def token_mask(self, grid: Grid) -> TokenMask | None:
         width = self.config.width
-        return PeriodicTokenMask(lambda i, j: (i // width == j // width) | (i % width == j % width), width)
+        return PeriodicTokenMask(
+            lambda i, j: (i // width == j // width) | (i % width == j % width), width
+        )
 
 
 @PATTERNS.register(

@@ -55,17 +55,23 @@ class BigBirdPattern(Pattern):
     def make_layout(self, grid: Grid) -> Layout:
         config = self.config
         first, last = config.global_blocks, grid.blocks - config.global_blocks_at_end
-        seen: Layout = window_layout(grid, config.window) | (grid.row < first) | (grid.column < first)
+        seen: Layout = (
+            window_layout(grid, config.window) | (grid.row < first) | (grid.column < first)
+        )
         if not grid.causal:
             seen = seen | (grid.row >= last) | (grid.column >= last)
         if not config.random_blocks:
             return seen
         # Random blocks come from the columns between the global blocks, except the window: [first, left), [right, end).
         end = grid.row * 0 if grid.causal else np.maximum(grid.row * 0 + last, first)
-        left = np.clip(grid.row - config.window // 2, first, None if grid.causal else np.maximum(end, first))
+        left = np.clip(
+            grid.row - config.window // 2, first, None if grid.causal else np.maximum(end, first)
+        )
         right = np.minimum(np.maximum(grid.row + config.window // 2 + 1, first), end)
         free = np.maximum(left - first, 0) + np.maximum(end - right, 0)
         chosen = random_columns(grid, free, config.random_blocks, config.seed)
         places = chosen + first
-        places = np.where(places >= left.T[..., None], places - left.T[..., None] + right.T[..., None], places)
+        places = np.where(
+            places >= left.T[..., None], places - left.T[..., None] + right.T[..., None], places
+        )
         return seen | columns_to_layout(grid, np.where(chosen < 0, -1, places))

@@ -12,7 +12,10 @@ from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 @PATTERNS.register(
     "block_local",
     traits=PatternTraits(
-        causal=True, bidirectional=True, per_head_layout=False, density="min(1, local_blocks * (1 + 2 * overlap) / N)"
+        causal=True,
+        bidirectional=True,
+        per_head_layout=False,
+        density="min(1, local_blocks * (1 + 2 * overlap) / N)",
     ),
 )
 class BlockLocal(Pattern):
@@ -28,7 +31,8 @@ class BlockLocal(Pattern):
 
     def make_layout(self, grid: Grid) -> Layout:
         seen: Layout = (
-            abs(grid.row // self.config.local_blocks - grid.column // self.config.local_blocks) <= self.config.overlap
+            abs(grid.row // self.config.local_blocks - grid.column // self.config.local_blocks)
+            <= self.config.overlap
         )
         return seen[None]
 
@@ -36,7 +40,11 @@ class BlockLocal(Pattern):
 @PATTERNS.register(
     "blockwise",
     traits=PatternTraits(
-        counts_blocks=True, causal=False, bidirectional=True, per_head_layout=True, density="1 / sequence_blocks"
+        counts_blocks=True,
+        causal=False,
+        bidirectional=True,
+        per_head_layout=True,
+        density="1 / sequence_blocks",
     ),
 )
 class Blockwise(Pattern):

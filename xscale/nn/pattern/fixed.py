@@ -29,7 +29,10 @@ class Fixed(Pattern):
     """
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"span": "local_blocks", "global_rows": "horizontal_global"}
+        renamed: ClassVar[dict[str, str]] = {
+            "span": "local_blocks",
+            "global_rows": "horizontal_global",
+        }
 
         local_blocks: int = Field(default=4, ge=1)
         """Blocks in a local span: its blocks see each other."""
@@ -51,7 +54,11 @@ class Fixed(Pattern):
                 f"exceeds local_blocks={config.local_blocks}"
             )
             problems.append(
-                Problem(f"{path}.global_blocks", what, choices=change(("", 1), (f"{path}.global_patterns", 1)))
+                Problem(
+                    f"{path}.global_blocks",
+                    what,
+                    choices=change(("", 1), (f"{path}.global_patterns", 1)),
+                )
             )
         if config.horizontal_global and dims is not None and dims.causal and not dims.cross:
             what = "global blocks of a causal model cannot attend to later blocks"
@@ -65,15 +72,23 @@ class Fixed(Pattern):
     def make_layout(self, grid: Grid) -> Layout:
         config = self.config
         head = grid.head if self.differs_by_head else np.zeros((1, 1, 1), dtype=np.int64)
-        choice = head % config.global_patterns if config.heads == "merged" else head // 2 % config.global_patterns
-        start = config.local_blocks - (1 + choice) * config.global_blocks  # offset of a span's first global block
+        choice = (
+            head % config.global_patterns
+            if config.heads == "merged"
+            else head // 2 % config.global_patterns
+        )
+        start = (
+            config.local_blocks - (1 + choice) * config.global_blocks
+        )  # offset of a span's first global block
 
         def is_global(block: Index) -> Layout:
             offset, full_spans_end = (
                 block % config.local_blocks - start,
                 grid.blocks - grid.blocks % config.local_blocks,
             )
-            in_span: Layout = (block < full_spans_end) & (offset >= 0) & (offset < config.global_blocks)
+            in_span: Layout = (
+                (block < full_spans_end) & (offset >= 0) & (offset < config.global_blocks)
+            )
             if grid.causal or full_spans_end == grid.blocks:
                 # Only later blocks could use the global ones of an unfinished span, so a causal layout has none.
                 return in_span
@@ -82,7 +97,9 @@ class Fixed(Pattern):
             last: Layout = (last_start <= block) & (block < last_start + config.global_blocks)
             return in_span | last
 
-        local: Layout = (grid.row // config.local_blocks == grid.column // config.local_blocks)[None]
+        local: Layout = (grid.row // config.local_blocks == grid.column // config.local_blocks)[
+            None
+        ]
         far = is_global(grid.column)
         if config.horizontal_global:
             far = far | is_global(grid.row)

@@ -37,7 +37,10 @@ class GlobalBlocks(Pattern):
     """
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"places": "global_block_indices", "rows": "horizontal_global"}
+        renamed: ClassVar[dict[str, str]] = {
+            "places": "global_block_indices",
+            "rows": "horizontal_global",
+        }
 
         global_block_indices: tuple[BlockIndex, ...] = (0,)
         """Indices of the global blocks; those beyond the end of the sequence are ignored."""
@@ -49,24 +52,35 @@ class GlobalBlocks(Pattern):
     def make_layout(self, grid: Grid) -> Layout:
         seen = self._block_layout(grid)
         if self.config.global_token_indices:
-            seen = seen | global_tokens(grid, self.config.global_token_indices, self.config.horizontal_global)[0]
+            seen = (
+                seen
+                | global_tokens(
+                    grid, self.config.global_token_indices, self.config.horizontal_global
+                )[0]
+            )
         return seen
 
     def masked_layouts(self, grid: Grid) -> tuple[MaskedLayout, ...]:
         blocks = (self._causal(self._block_layout(grid), grid), None)
         if not self.config.global_token_indices:
             return (blocks,)
-        layout, mask = global_tokens(grid, self.config.global_token_indices, self.config.horizontal_global)
+        layout, mask = global_tokens(
+            grid, self.config.global_token_indices, self.config.horizontal_global
+        )
         tokens = (self._causal(layout, grid), mask)
         return (blocks, tokens) if self.config.global_block_indices else (tokens,)
 
     def _block_layout(self, grid: Grid) -> Layout:
         places = np.asarray(self.config.global_block_indices, dtype=np.int64)
-        seen: Layout = np.isin(grid.column, places) | (np.isin(grid.row, places) & self.config.horizontal_global)
+        seen: Layout = np.isin(grid.column, places) | (
+            np.isin(grid.row, places) & self.config.horizontal_global
+        )
         return seen[None]
 
 
-def global_tokens(grid: Grid, indices: tuple[int, ...], horizontal: bool = True) -> tuple[Layout, TokenMask]:
+def global_tokens(
+    grid: Grid, indices: tuple[int, ...], horizontal: bool = True
+) -> tuple[Layout, TokenMask]:
     """Layout [1, rows, N] and mask of single global tokens, at `indices`; `horizontal`: they also see all tokens.
 
     In causal models each token also sees itself.
@@ -86,7 +100,11 @@ def global_tokens(grid: Grid, indices: tuple[int, ...], horizontal: bool = True)
 @PATTERNS.register(
     "star",
     traits=PatternTraits(
-        counts_blocks=True, causal=False, bidirectional=True, per_head_layout=False, density="min(1, (window + 2) / N)"
+        counts_blocks=True,
+        causal=False,
+        bidirectional=True,
+        per_head_layout=False,
+        density="min(1, (window + 2) / N)",
     ),
     deviations=(
         "The ring and the relay are blocks of tokens; with blocks of one token they are the paper's nodes.",
@@ -110,5 +128,7 @@ class Star(Pattern):
         ring = max(1, grid.blocks - 1)
         apart = (grid.row - grid.column) % ring
         reach = self.config.window // 2
-        seen: Layout = (apart <= reach) | (apart >= ring - reach) | (grid.row == 0) | (grid.column == 0)
+        seen: Layout = (
+            (apart <= reach) | (apart >= ring - reach) | (grid.row == 0) | (grid.column == 0)
+        )
         return seen[None]

@@ -65,10 +65,14 @@ class Grid:
     @cached_property
     def head(self) -> Index:
         """[H, 1, 1]."""
-        return np.arange(self.first_head, self.first_head + self.heads, dtype=np.int64)[:, None, None]
+        return np.arange(self.first_head, self.first_head + self.heads, dtype=np.int64)[
+            :, None, None
+        ]
 
 
-def regions_of_blocks(grid: Grid, region: Callable[[Index], Index], regions: int) -> npt.NDArray[np.float32]:
+def regions_of_blocks(
+    grid: Grid, region: Callable[[Index], Index], regions: int
+) -> npt.NDArray[np.float32]:
     """[N, regions], 1 where the block has a token of the region; `region` maps token positions to region numbers."""
     tokens = np.arange(grid.blocks * grid.block, dtype=np.int64)
     touches = np.zeros((grid.blocks, regions), dtype=np.float32)
@@ -95,7 +99,12 @@ def region_layout(grid: Grid, sees: npt.NDArray[np.bool_], region: int) -> npt.N
     sums = np.zeros((len(sees) + 1, len(sees) + 1), dtype=np.int32)
     sums[1:, 1:] = sees.cumsum(0, dtype=np.int32).cumsum(1, dtype=np.int32)
     row, column = grid.row[:, 0], grid.column[0]
-    down = sums[((row + 1) * grid.block - 1) // region + 1] - sums[row * grid.block // region]  # [rows, regions + 1]
-    right = down[:, ((column + 1) * grid.block - 1) // region + 1] - down[:, column * grid.block // region]
+    down = (
+        sums[((row + 1) * grid.block - 1) // region + 1] - sums[row * grid.block // region]
+    )  # [rows, regions + 1]
+    right = (
+        down[:, ((column + 1) * grid.block - 1) // region + 1]
+        - down[:, column * grid.block // region]
+    )
     seen: npt.NDArray[np.bool_] = right > 0
     return seen[None]

@@ -101,7 +101,10 @@ class Image2d(Pattern):
 
         def corner(token: Any) -> tuple[Any, Any]:
             rectangle = token // area
-            return rectangle // across * config.query_height, rectangle % across * config.query_width
+            return (
+                rectangle // across * config.query_height,
+                rectangle % across * config.query_width,
+            )
 
         def sees(i: Any, j: Any) -> Any:
             (top, left), (y, x) = corner(i), corner(j)

@@ -35,7 +35,9 @@ from xscale.nn.pattern.pattern import PATTERNS, Layout, MaskedLayout, Pattern, P
 )
 class MultiScale(Pattern):
     class Config(Pattern.Config):
-        scales: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 3, 16, 32, 64), min_length=1)
+        scales: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+            default=(1, 3, 16, 32, 64), min_length=1
+        )
         """Scales in tokens, ascending: 2 * (scale // 2) + 1 tokens are seen, the query's own in the middle; causal
         models see the left half. The paper has 1, 3, N/16, N/8 and N/4 for sequences of N tokens."""
         alpha: float = Field(default=0.6, ge=0)

@@ -80,7 +80,9 @@ class Pattern:
         return ((self.layout(grid), self.token_mask(grid)),)
 
     def _causal(self, layout: Layout, grid: Grid) -> Layout:
-        seen: Layout = np.broadcast_to(layout, (grid.heads if self.differs_by_head else 1, grid.rows, grid.blocks))
+        seen: Layout = np.broadcast_to(
+            layout, (grid.heads if self.differs_by_head else 1, grid.rows, grid.blocks)
+        )
         if not grid.causal:
             return seen
         causal: Layout = (seen & (grid.column <= grid.row)) | (grid.column == grid.row)
@@ -114,11 +116,18 @@ def pattern_layout(
 ) -> Layout:
     """Return the layout [H or 1, N, N] over `length` tokens in blocks of `block` tokens, as the report draws it."""
     pattern: Pattern = PATTERNS.build(config)
-    return pattern.layout(Grid(blocks=-(-length // block), heads=heads, causal=causal, layer=layer, block=block))
+    return pattern.layout(
+        Grid(blocks=-(-length // block), heads=heads, causal=causal, layer=layer, block=block)
+    )
 
 
 def pattern_density(
-    config: schema.Config, length: int, causal: bool, heads: int = 1, layer: int = 0, block: int = 64
+    config: schema.Config,
+    length: int,
+    causal: bool,
+    heads: int = 1,
+    layer: int = 0,
+    block: int = 64,
 ) -> float:
     """Return the fraction of block pairs that are seen, out of all pairs (causal: those not in the future)."""
     layout = pattern_layout(config, length, heads, causal, layer, block)

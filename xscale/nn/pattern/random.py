@@ -21,7 +21,10 @@ def random_columns(grid: Grid, available: Index, count: int, seed: int) -> Index
     shape = (grid.heads, grid.rows)
     limit = np.broadcast_to(available[:, 0], shape)
     chosen = np.full((*shape, count), -1, dtype=np.int64)
-    state = _mix(np.uint64(seed) + _mix(_bits(grid.layer) + _mix(_bits(grid.head[:, :, 0]) + _mix(_bits(grid.row.T)))))
+    state = _mix(
+        np.uint64(seed)
+        + _mix(_bits(grid.layer) + _mix(_bits(grid.head[:, :, 0]) + _mix(_bits(grid.row.T))))
+    )
     for step in range(count):
         top = limit - count + step  # the largest column of this step
         drawn = (_mix(state + np.uint64(step)) % _bits(np.maximum(top + 1, 1))).astype(np.int64)
@@ -79,4 +82,6 @@ class RandomPattern(Pattern):
 
     def make_layout(self, grid: Grid) -> Layout:
         free = grid.row if grid.causal else np.full_like(grid.row, grid.blocks)
-        return columns_to_layout(grid, random_columns(grid, free, self.config.random_blocks, self.config.seed))
+        return columns_to_layout(
+            grid, random_columns(grid, free, self.config.random_blocks, self.config.seed)
+        )

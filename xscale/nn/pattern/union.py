@@ -9,7 +9,14 @@ from xscale.core.errors import Problem
 from xscale.nn.pattern.fixed import Strided
 from xscale.nn.pattern.global_blocks import GlobalBlocks
 from xscale.nn.pattern.grid import Grid, TokenMask
-from xscale.nn.pattern.pattern import PATTERNS, Layout, MaskedLayout, Pattern, PatternTraits, check_pattern
+from xscale.nn.pattern.pattern import (
+    PATTERNS,
+    Layout,
+    MaskedLayout,
+    Pattern,
+    PatternTraits,
+    check_pattern,
+)
 from xscale.nn.pattern.window import Window
 
 
@@ -39,7 +46,9 @@ class PatternOfPatterns(Pattern):
 
 @PATTERNS.register(
     "union",
-    traits=PatternTraits(causal=True, bidirectional=True, per_head_layout=True, density="min(1, 5 / N)"),
+    traits=PatternTraits(
+        causal=True, bidirectional=True, per_head_layout=True, density="min(1, 5 / N)"
+    ),
 )
 class UnionPattern(PatternOfPatterns):
     """Union of patterns: a key is seen where any pattern shows it (compound patterns, Lin et al. 2022, section 4.1)."""
@@ -68,7 +77,9 @@ class UnionPattern(PatternOfPatterns):
 
 @PATTERNS.register(
     "intersection",
-    traits=PatternTraits(causal=True, bidirectional=True, per_head_layout=True, density="min(1, 11 / N)"),
+    traits=PatternTraits(
+        causal=True, bidirectional=True, per_head_layout=True, density="min(1, 11 / N)"
+    ),
 )
 class IntersectionPattern(PatternOfPatterns):
     """Intersection of patterns: a key is seen where all patterns show it, such as random blocks within a wide

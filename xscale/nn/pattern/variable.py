@@ -32,7 +32,9 @@ class Variable(Pattern):
             "global_rows": "horizontal_global",
         }
 
-        local_window_blocks: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(2, 4), min_length=1)
+        local_window_blocks: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+            default=(2, 4), min_length=1
+        )
         """Blocks in each local span from the start; the last number holds for all further spans."""
         global_block_indices: tuple[BlockIndex, ...] = (0,)
         """Indices of the global blocks; with `global_block_end_indices`, the first block of each global range."""
@@ -47,11 +49,18 @@ class Variable(Pattern):
         ends = config.global_block_end_indices
         if ends is not None and (
             len(ends) != len(config.global_block_indices)
-            or any(end <= first for first, end in zip(config.global_block_indices, ends, strict=True))
+            or any(
+                end <= first for first, end in zip(config.global_block_indices, ends, strict=True)
+            )
         ):
             what = f"must have one end after each of the {len(config.global_block_indices)} global_block_indices"
             problems.append(
-                Problem(f"{path}.global_block_end_indices", what, "Ranges are then of one block.", choices=take(None))
+                Problem(
+                    f"{path}.global_block_end_indices",
+                    what,
+                    "Ranges are then of one block.",
+                    choices=take(None),
+                )
             )
         if config.horizontal_global and dims is not None and dims.causal and not dims.cross:
             what = "global blocks of a causal model cannot attend to later blocks"
@@ -61,14 +70,18 @@ class Variable(Pattern):
     def make_layout(self, grid: Grid) -> Layout:
         config = self.config
         first = sum(config.local_window_blocks[:-1])
-        starts = np.concatenate(([0], np.cumsum(config.local_window_blocks[:-1], dtype=np.int64), [first]))
+        starts = np.concatenate(
+            ([0], np.cumsum(config.local_window_blocks[:-1], dtype=np.int64), [first])
+        )
         block = np.arange(grid.blocks, dtype=np.int64)
         # The number of the span that a block is in.
         span = (
             np.searchsorted(starts[1:-1], block, side="right")
             + np.maximum(block - first, 0) // config.local_window_blocks[-1]
         )
-        ends = config.global_block_end_indices or tuple(begin + 1 for begin in config.global_block_indices)
+        ends = config.global_block_end_indices or tuple(
+            begin + 1 for begin in config.global_block_indices
+        )
         seen: Layout = span[grid.row] == span[grid.column]
         for begin, end in zip(config.global_block_indices, ends, strict=True):
             seen = seen | ((grid.column >= begin) & (grid.column < end))

@@ -13,7 +13,9 @@ from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 
 @PATTERNS.register(
     "window",
-    traits=PatternTraits(causal=True, bidirectional=True, per_head_layout=False, density="min(1, window / N)"),
+    traits=PatternTraits(
+        causal=True, bidirectional=True, per_head_layout=False, density="min(1, window / N)"
+    ),
 )
 class Window(Pattern):
     """Sliding window: each block sees its neighbours (Parmar et al. 2018; Beltagy et al. 2020, section 3.1)."""
@@ -40,7 +42,13 @@ def check_window(window: int, path: str) -> list[Problem]:
     """Return a problem if `window` is not a positive odd number: the query's own block is in its middle."""
     if window >= 1 and window % 2:
         return []
-    return [Problem(path, f"must be odd and positive, got {window}", choices=take(max(1, window + 1 - window % 2)))]
+    return [
+        Problem(
+            path,
+            f"must be odd and positive, got {window}",
+            choices=take(max(1, window + 1 - window % 2)),
+        )
+    ]
 
 
 @PATTERNS.register(
@@ -68,7 +76,10 @@ class Band(Pattern):
     def make_layout(self, grid: Grid) -> Layout:
         # The nearest tokens of two blocks at distance d are (d - 1) * block + 1 tokens apart.
         gap = (grid.row - grid.column)[None]
-        before, after = (gap - 1) * grid.block + 1 <= self.config.left, (-gap - 1) * grid.block + 1 <= self.config.right
+        before, after = (
+            (gap - 1) * grid.block + 1 <= self.config.left,
+            (-gap - 1) * grid.block + 1 <= self.config.right,
+        )
         seen: Layout = before & after
         return seen
 
@@ -79,8 +90,12 @@ class Band(Pattern):
 
 @PATTERNS.register(
     "dilated",
-    traits=PatternTraits(causal=True, bidirectional=True, per_head_layout=True, density="min(1, window / N)"),
-    deviations=("Window and dilation count blocks; the paper counts tokens, as this does with blocks of one token.",),
+    traits=PatternTraits(
+        causal=True, bidirectional=True, per_head_layout=True, density="min(1, window / N)"
+    ),
+    deviations=(
+        "Window and dilation count blocks; the paper counts tokens, as this does with blocks of one token.",
+    ),
 )
 class Dilated(Pattern):
     """Dilated sliding window, whose dilation and width may grow with depth (Beltagy et al. 2020, section 3.1)."""

@@ -7,12 +7,16 @@ from xscale.nn.dims import Dims
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 
 
-@POSITIONS.register("alibi", traits=PositionTraits(where="bias", relative=True, extrapolates=True, cost="H*T*S"))
+@POSITIONS.register(
+    "alibi", traits=PositionTraits(where="bias", relative=True, extrapolates=True, cost="H*T*S")
+)
 class Alibi(Position):
     adds_bias = True
     linear_bias = True
 
-    def __init__(self, config: Position.Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
+    def __init__(
+        self, config: Position.Config, dims: Dims, heads: int = 0, head_width: int = 0
+    ) -> None:
         super().__init__()
         self.slopes = slopes(heads)
 

@@ -56,7 +56,9 @@ class Deberta(Position):
         self.buckets, self.distance = config.buckets, config.distance
         self.rows = config.buckets or config.distance
         self.declare("table", (2 * self.rows, dims.width), ("state", "width"), dims.init)
-        self.norm: Norm | None = None if config.norm is None else NORMS.build(config.norm, dims.width)
+        self.norm: Norm | None = (
+            None if config.norm is None else NORMS.build(config.norm, dims.width)
+        )
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
@@ -80,7 +82,9 @@ class Deberta(Position):
         turned = Pairs(pairs.keys, pairs.queries, -pairs.offset)
         rows = self.row(turned.distances(q.device))
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        to_content = turned.shift(k * (scale * pairs.query_factor) @ queries.index_select(1, rows).mT)  # [B, H, S, T]
+        to_content = turned.shift(
+            k * (scale * pairs.query_factor) @ queries.index_select(1, rows).mT
+        )  # [B, H, S, T]
         return to_position + to_content.mT
 
     @property
@@ -90,13 +94,17 @@ class Deberta(Position):
     def distance_tables(self, q: Tensor, distances: Tensor, pairs: Pairs) -> DistanceTables:
         queries, keys = self._projected(pairs)
         rows = self.row(-distances)
-        return DistanceTables(keys.index_select(1, rows), queries.index_select(1, rows) * pairs.query_factor)
+        return DistanceTables(
+            keys.index_select(1, rows), queries.index_select(1, rows) * pairs.query_factor
+        )
 
     def _projected(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Project the table as queries and as keys, each [H, 2k, K]."""
         assert pairs.project is not None
         table = self.use(self.table)
-        queries, keys = pairs.project(table if self.norm is None else self.norm(table))  # [H, 2k, K], [G, 2k, K]
+        queries, keys = pairs.project(
+            table if self.norm is None else self.norm(table)
+        )  # [H, 2k, K], [G, 2k, K]
         keys = keys.repeat_interleave(len(queries) // len(keys), 0)
         return pairs.select_heads(queries), pairs.select_heads(keys)
 
@@ -106,7 +114,9 @@ class Deberta(Position):
             half = self.buckets // 2
             far = distances.abs().clamp(min=half)
             # Both logarithms in single precision: the farthest distance must give exactly 1.
-            last = torch.tensor((self.distance - 1) / half, device=distances.device, dtype=torch.float32)
+            last = torch.tensor(
+                (self.distance - 1) / half, device=distances.device, dtype=torch.float32
+            )
             growth = torch.log(far.float() / half) / torch.log(last)
             ranges = (torch.ceil(growth * (half - 1)) + half).long() * distances.sign()
             distances = torch.where(distances.abs() <= half, distances, ranges)

@@ -120,7 +120,9 @@ class Floater(Position):
     def _solve(self, value: Tensor, first: int, count: int) -> Tensor:
         """Return p of `count` positions from `first` on, where it is `value`."""
         derivative = self.layer_tables.derivative()
-        return runge_kutta(derivative, value, first * self.interval, self.interval, count, self.steps)
+        return runge_kutta(
+            derivative, value, first * self.interval, self.interval, count, self.steps
+        )
 
 
 def runge_kutta(

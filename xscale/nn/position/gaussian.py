@@ -16,7 +16,9 @@ from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 @POSITIONS.register(
     "gaussian",
     traits=PositionTraits(where="bias", relative=True, extrapolates=True, cost="H*T*S"),
-    deviations=("Each head has its own w and b; the paper has one of each for all heads of a layer.",),
+    deviations=(
+        "Each head has its own w and b; the paper has one of each for all heads of a layer.",
+    ),
 )
 class Gaussian(Position):
     adds_bias = True
@@ -39,5 +41,7 @@ class Gaussian(Position):
 
     def bias(self, queries: Tensor, keys: Tensor) -> Tensor:
         distance = keys[:, None, None, :] - queries[:, None, :, None]  # [B, 1, T, S]
-        w, b = (self.use(parameter).abs()[:, None, None] for parameter in (self.weight, self.offset))  # [H, 1, 1]
+        w, b = (
+            self.use(parameter).abs()[:, None, None] for parameter in (self.weight, self.offset)
+        )  # [H, 1, 1]
         return -(w * self.scale * distance.to(w.dtype).square() - b).abs()  # [B, H, T, S]

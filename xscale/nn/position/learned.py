@@ -14,7 +14,9 @@ from xscale.nn.position.position import POSITIONS, Position, PositionTraits, che
 from xscale.nn.tokens import Tokens
 
 
-@POSITIONS.register("learned", traits=PositionTraits(where="input", relative=False, extrapolates=False, cost="0"))
+@POSITIONS.register(
+    "learned", traits=PositionTraits(where="input", relative=False, extrapolates=False, cost="0")
+)
 class Learned(Position):
     """Gehring et al. 2017; Devlin et al. 2019: a learned embedding per position, added to the token embeddings."""
 
@@ -26,7 +28,9 @@ class Learned(Position):
 
     def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
         super().__init__()
-        self.declare("weight", (config.length or dims.length, dims.width), ("tokens", "width"), dims.init)
+        self.declare(
+            "weight", (config.length or dims.length, dims.width), ("tokens", "width"), dims.init
+        )
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
@@ -36,7 +40,10 @@ class Learned(Position):
         return x + F.embedding(tokens.positions, self.use(self.weight))
 
 
-@POSITIONS.register("sinusoidal", traits=PositionTraits(where="input", relative=False, extrapolates=True, cost="T*D"))
+@POSITIONS.register(
+    "sinusoidal",
+    traits=PositionTraits(where="input", relative=False, extrapolates=True, cost="T*D"),
+)
 class Sinusoidal(Position):
     """Vaswani et al. 2017, section 3.5: fixed sines and cosines of geometric wavelengths, added to the embeddings."""
 

@@ -16,7 +16,8 @@ from xscale.nn.position.position import POSITIONS, Position, PositionTraits, che
 
 
 @POSITIONS.register(
-    "music_transformer", traits=PositionTraits(where="scores", relative=True, extrapolates=False, cost="H*T*S*K")
+    "music_transformer",
+    traits=PositionTraits(where="scores", relative=True, extrapolates=False, cost="H*T*S*K"),
 )
 class MusicTransformer(Position):
     adds_scores = True
@@ -48,7 +49,9 @@ class MusicTransformer(Position):
     def _embeddings(self, distances: Tensor, pairs: Pairs) -> Tensor:
         """Embeddings of distances [R], [H, R, K]."""
         if pairs.keys > self.length:
-            raise IndexError(f"{self.path} has embeddings of {self.length} distances, and there are {pairs.keys} keys")
+            raise IndexError(
+                f"{self.path} has embeddings of {self.length} distances, and there are {pairs.keys} keys"
+            )
         table = pairs.select_heads(self.use(self.table))  # [H, rows, K]
         # Padding behind a sharded sequence has farther distances, which nothing reads.
         return table.index_select(1, (distances + self.length - 1).clamp(0, table.shape[1] - 1))

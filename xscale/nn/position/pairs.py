@@ -81,7 +81,9 @@ class PositionPairs(Pairs):
     def of(pairs: Pairs, queries: Tensor, keys: Tensor, length: int) -> "PositionPairs":
         """Return the pairs at positions [B, T] of queries and [B, S] of keys, all below `length`."""
         values = {field.name: getattr(pairs, field.name) for field in fields(Pairs)}
-        return PositionPairs(**values, differences=keys[:, None] - queries[..., None], length=length)
+        return PositionPairs(
+            **values, differences=keys[:, None] - queries[..., None], length=length
+        )
 
     def distances(self, device: torch.device) -> Tensor:
         return torch.arange(1 - self.length, self.length, device=device)

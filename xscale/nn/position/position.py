@@ -145,7 +145,10 @@ class PositionTerms:
     def select_heads(self, heads: Tensor) -> "PositionTerms":
         """Return the terms of some of the heads, given by their indices."""
         return replace(
-            self, pairs=replace(self.pairs, heads=heads if self.pairs.heads is None else self.pairs.heads[heads])
+            self,
+            pairs=replace(
+                self.pairs, heads=heads if self.pairs.heads is None else self.pairs.heads[heads]
+            ),
         )
 
 
@@ -176,12 +179,16 @@ def check_table_length(length: int | None, dims: Dims, path: str) -> list[Proble
 POSITIONS = Family("position", PositionTraits, Position)
 
 
-@POSITIONS.register("none", traits=PositionTraits(where="none", relative=True, extrapolates=True, cost="0"))
+@POSITIONS.register(
+    "none", traits=PositionTraits(where="none", relative=True, extrapolates=True, cost="0")
+)
 class NoPosition(Position):
     """No position encoding (Irie et al. 2019; Haviv et al. 2022): a causal mask alone breaks the symmetry of
     positions."""
 
-    def __init__(self, config: Position.Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
+    def __init__(
+        self, config: Position.Config, dims: Dims, heads: int = 0, head_width: int = 0
+    ) -> None:
         super().__init__()
 
 

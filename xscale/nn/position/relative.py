@@ -18,7 +18,9 @@ from xscale.nn.dims import Dims
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 
 
-@POSITIONS.register("relative", traits=PositionTraits(where="bias", relative=True, extrapolates=True, cost="H*T*S"))
+@POSITIONS.register(
+    "relative", traits=PositionTraits(where="bias", relative=True, extrapolates=True, cost="H*T*S")
+)
 class Relative(Position):
     adds_bias = True
     learns_relative_bias = True

@@ -80,11 +80,17 @@ class Rope(Position):
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        return [] if config.scaling is None else _check_scaling(config.scaling, dims, f"{path}.scaling")
+        return (
+            []
+            if config.scaling is None
+            else _check_scaling(config.scaling, dims, f"{path}.scaling")
+        )
 
     def rotate(self, x: Tensor, tokens: Tokens) -> Tensor:
         cos, sin = self._rotation(tokens, x.dtype)
-        rotated = rope(x.transpose(1, 2), cos, sin, implementation=self.kernel_choices.get("rope"))  # [B, T, H, K]
+        rotated = rope(
+            x.transpose(1, 2), cos, sin, implementation=self.kernel_choices.get("rope")
+        )  # [B, T, H, K]
         return rotated.transpose(1, 2)  # [B, H, T, K]
 
     def rotate_both(self, q: Tensor, k: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -100,12 +106,16 @@ class Rope(Position):
             return self.rotate(x, tokens)
 
         def compute() -> tuple[Tensor, Tensor]:
-            cos, sin = (angles.unsqueeze(1) for angles in self._rotation(tokens, x.dtype))  # [B, 1, 1, K / 2]
+            cos, sin = (
+                angles.unsqueeze(1) for angles in self._rotation(tokens, x.dtype)
+            )  # [B, 1, 1, K / 2]
             return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
         cos, sin = tokens.shared_values.get_or_compute(f"{self.rotation_key}/token", compute)
         precise = x.to(cos.dtype)
-        return torch.addcmul(precise * cos, precise.roll(self.rotated_width // 2, -1), sin).to(x.dtype)
+        return torch.addcmul(precise * cos, precise.roll(self.rotated_width // 2, -1), sin).to(
+            x.dtype
+        )
 
     def _rotation(self, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         def compute() -> tuple[Tensor, Tensor]:
@@ -119,14 +129,18 @@ class Rope(Position):
                 return angles.cos().to(at_least_float32), angles.sin().to(at_least_float32)
             frequencies, gain = scaled_frequencies(self.scaling, self.base, steps, tokens.positions)
             angles = positions * frequencies
-            return (gain * angles.cos()).to(at_least_float32), (gain * angles.sin()).to(at_least_float32)
+            return (gain * angles.cos()).to(at_least_float32), (gain * angles.sin()).to(
+                at_least_float32
+            )
 
         key = f"{self.rotation_key}/{dtype}"
         rotation: tuple[Tensor, Tensor] = tokens.shared_values.get_or_compute(key, compute)
         return rotation
 
 
-def scaled_frequencies(scaling: RopeScaling, base: float, steps: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+def scaled_frequencies(
+    scaling: RopeScaling, base: float, steps: Tensor, positions: Tensor
+) -> tuple[Tensor, float]:
     """Return the angular frequencies [K/2] in radians a token, float64, and the factor of rotated vectors.
 
     `steps` are the indices [K/2] of the pairs of channels. `dynamic` reads the longest of `positions` [B, T].
@@ -155,7 +169,9 @@ def _dynamic(scaling: RopeScaling, base: float, steps: Tensor, positions: Tensor
 def _llama3(scaling: RopeScaling, base: float, steps: Tensor, positions: Tensor) -> Tensor:
     assert scaling.original_length is not None
     frequencies = base ** (-steps / len(steps))
-    rotations = scaling.original_length * frequencies / (2 * math.pi)  # original length / wavelength
+    rotations = (
+        scaling.original_length * frequencies / (2 * math.pi)
+    )  # original length / wavelength
     ramp = (rotations - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
     unchanged = ramp.clamp(0, 1)
     return frequencies * (unchanged + (1 - unchanged) / scaling.factor)
@@ -188,23 +204,44 @@ def _check_scaling(scaling: RopeScaling, dims: Dims, path: str) -> list[Problem]
             readers = [method for method, read in SCALING_KEYS.items() if name in read]
             what = f"'{scaling.method}' does not read it"
             problems.append(
-                Problem(f"{path}.{name}", what, choices=take(field.default) + take(*readers, key=f"{path}.method"))
+                Problem(
+                    f"{path}.{name}",
+                    what,
+                    choices=take(field.default) + take(*readers, key=f"{path}.method"),
+                )
             )
     if "original_length" in keys and scaling.original_length is None:
         what = f"'{scaling.method}' needs the longest text before scaling, in tokens"
         problems.append(
-            Problem(f"{path}.original_length", what, "Or give it.", choices=take("linear", key=f"{path}.method"))
+            Problem(
+                f"{path}.original_length",
+                what,
+                "Or give it.",
+                choices=take("linear", key=f"{path}.method"),
+            )
         )
-    if scaling.method == "dynamic" and scaling.original_length is not None and dims.length > scaling.original_length:
+    if (
+        scaling.method == "dynamic"
+        and scaling.original_length is not None
+        and dims.length > scaling.original_length
+    ):
         what = f"the base would depend on each text's length, and texts of {dims.length} tokens are trained on"
         choices = take(dims.length) + take("linear", "llama3", "yarn", key=f"{path}.method")
         problems.append(Problem(f"{path}.original_length", what, choices=choices))
     if scaling.method == "llama3" and scaling.low_frequency >= scaling.high_frequency:
         what = f"must be < high_frequency={scaling.high_frequency}, got {scaling.low_frequency}"
         problems.append(
-            Problem(f"{path}.low_frequency", what, choices=change(("", 1.0), (f"{path}.high_frequency", 4.0)))
+            Problem(
+                f"{path}.low_frequency",
+                what,
+                choices=change(("", 1.0), (f"{path}.high_frequency", 4.0)),
+            )
         )
     if scaling.method == "yarn" and scaling.beta_slow >= scaling.beta_fast:
         what = f"must be < beta_fast={scaling.beta_fast}, got {scaling.beta_slow}"
-        problems.append(Problem(f"{path}.beta_slow", what, choices=change(("", 1.0), (f"{path}.beta_fast", 32.0))))
+        problems.append(
+            Problem(
+                f"{path}.beta_slow", what, choices=change(("", 1.0), (f"{path}.beta_fast", 32.0))
+            )
+        )
     return problems

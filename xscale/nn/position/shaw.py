@@ -15,7 +15,9 @@ from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
 
 
-@POSITIONS.register("shaw", traits=PositionTraits(where="scores", relative=True, extrapolates=True, cost="H*T*S*K"))
+@POSITIONS.register(
+    "shaw", traits=PositionTraits(where="scores", relative=True, extrapolates=True, cost="H*T*S*K")
+)
 class Shaw(Position):
     adds_scores = True
     has_tables = True
@@ -46,7 +48,9 @@ class Shaw(Position):
         return pairs.shift(q * q.shape[-1] ** -0.5 @ embeddings.mT)  # [B, H, T, S]
 
     def values(self, weights: Tensor, pairs: Pairs) -> Tensor:
-        return pairs.unshift(weights) @ self._rows(self.value_table, pairs, weights.device)  # [B, H, T, K]
+        return pairs.unshift(weights) @ self._rows(
+            self.value_table, pairs, weights.device
+        )  # [B, H, T, K]
 
     @property
     def reach(self) -> int:
@@ -54,8 +58,12 @@ class Shaw(Position):
 
     def distance_tables(self, q: Tensor, distances: Tensor, pairs: Pairs) -> DistanceTables:
         rows = distances.clamp(-self.distance, self.distance) + self.distance
-        values = self.use(self.value_table).index_select(0, rows)[None] if self.adds_values else None
-        return DistanceTables(self.use(self.key_table).index_select(0, rows)[None], value_rows=values)
+        values = (
+            self.use(self.value_table).index_select(0, rows)[None] if self.adds_values else None
+        )
+        return DistanceTables(
+            self.use(self.key_table).index_select(0, rows)[None], value_rows=values
+        )
 
     def _rows(self, table: Tensor, pairs: Pairs, device: torch.device) -> Tensor:
         """Embeddings of all distances of the pairs, [R, K]."""

@@ -29,7 +29,9 @@ class _ProjectedSinusoids(torch.autograd.Function):
     """Sinusoids of distances [N], projected by weights [H, K, D]: [H, N, K]. Backward makes the sinusoids again."""
 
     @staticmethod
-    def forward(context: Any, weight: Tensor, distances: Tensor, position: "TransformerXl") -> Tensor:
+    def forward(
+        context: Any, weight: Tensor, distances: Tensor, position: "TransformerXl"
+    ) -> Tensor:
         context.save_for_backward(weight, distances)
         context.position = position
         rows = weight.new_empty(weight.shape[0], len(distances), weight.shape[1])
@@ -43,7 +45,9 @@ class _ProjectedSinusoids(torch.autograd.Function):
         weight, distances = context.saved_tensors
         weight_gradient = torch.zeros_like(weight)
         for chunk in _chunks(distances):
-            weight_gradient += gradient[:, chunk].mT @ context.position.sinusoids(distances[chunk], weight)
+            weight_gradient += gradient[:, chunk].mT @ context.position.sinusoids(
+                distances[chunk], weight
+            )
         return weight_gradient, None, None
 
 
@@ -52,7 +56,8 @@ def _chunks(distances: Tensor) -> Iterator[slice]:
 
 
 @POSITIONS.register(
-    "transformer_xl", traits=PositionTraits(where="scores", relative=True, extrapolates=True, cost="H*T*S*K")
+    "transformer_xl",
+    traits=PositionTraits(where="scores", relative=True, extrapolates=True, cost="H*T*S*K"),
 )
 class TransformerXl(Position):
     adds_scores = True
@@ -71,7 +76,9 @@ class TransformerXl(Position):
         super().__init__()
         self.base = config.base
         width = dims.width
-        self.declare("weight", (heads * head_width, width), ("heads", "width"), dims.init, linear_map=True)
+        self.declare(
+            "weight", (heads * head_width, width), ("heads", "width"), dims.init, linear_map=True
+        )
         owner: Module = self
         self.layer_tables: Module | None = None
         if config.shared_biases:
@@ -97,7 +104,9 @@ class TransformerXl(Position):
         sinusoids = self.sinusoids(pairs.distances(q.device), weight)  # [R, D]
         biased = (q + pairs.query_factor * v[:, None]) * scale
         by_distance = biased @ (weight @ sinusoids.mT)  # [B, H, T, R]
-        grouped = (u * (pairs.query_factor * scale)).view(k.shape[1], -1, u.shape[-1])  # [G, H/G, K]
+        grouped = (u * (pairs.query_factor * scale)).view(
+            k.shape[1], -1, u.shape[-1]
+        )  # [G, H/G, K]
         by_key: Tensor = (grouped @ k.mT).flatten(1, 2)[:, :, None]  # [B, H, 1, S]
         scores: Tensor = pairs.shift(by_distance) + by_key  # [B, H, T, S]
         return scores
@@ -105,7 +114,9 @@ class TransformerXl(Position):
     def distance_tables(self, q: Tensor, distances: Tensor, pairs: Pairs) -> DistanceTables:
         u, v, weight = self._weights_of_heads(pairs)
         rows: Tensor = _ProjectedSinusoids.apply(weight, distances, self)  # type: ignore[no-untyped-call]
-        return DistanceTables(rows, content_bias=u * pairs.query_factor, position_bias=v * pairs.query_factor)
+        return DistanceTables(
+            rows, content_bias=u * pairs.query_factor, position_bias=v * pairs.query_factor
+        )
 
     def _weights_of_heads(self, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
         """u and v [H, K] and W [H, K, D] of the heads of these pairs."""
@@ -119,6 +130,8 @@ class TransformerXl(Position):
         """Sines, then cosines, of query - key: [R, D], of the dtype and width of `like` [..., D]."""
         # Angles of far positions need more digits than half precision has.
         width, dtype = like.shape[-1], torch.promote_types(like.dtype, torch.float32)
-        rates = self.base ** (-torch.arange(width // 2, device=distances.device, dtype=dtype) * 2 / width)
+        rates = self.base ** (
+            -torch.arange(width // 2, device=distances.device, dtype=dtype) * 2 / width
+        )
         angles = -distances[:, None].to(dtype) * rates
         return torch.cat((angles.sin(), angles.cos()), -1).to(like.dtype)

@@ -20,7 +20,9 @@ from xscale.nn.position.relative import Relative
 
 @POSITIONS.register(
     "tupe",
-    traits=PositionTraits(where="bias", relative=False, extrapolates=False, cost="H*T*S*K + (T+S)*D*H*K"),
+    traits=PositionTraits(
+        where="bias", relative=False, extrapolates=False, cost="H*T*S*K + (T+S)*D*H*K"
+    ),
     deviations=(
         "[CLS] is the token at position 0 of its document.",
         "Each layer computes the position scores again, also where all layers have the same parameters.",
@@ -57,7 +59,9 @@ class Tupe(Position):
         self.declare("table", (config.length or dims.length, width), ("tokens", "width"), dims.init)
         self.declare("query_weight", (inner, width), ("heads", "width"), dims.init, linear_map=True)
         self.declare("key_weight", (inner, width), ("heads", "width"), dims.init, linear_map=True)
-        self.distances = Relative(_relative(config), dims, heads, head_width) if config.relative else None
+        self.distances = (
+            Relative(_relative(config), dims, heads, head_width) if config.relative else None
+        )
         if config.untied_cls:
             self.declare("from_cls", (heads,), ("heads",), dims.init, decays=False)
             self.declare("to_cls", (heads,), ("heads",), dims.init, decays=False)
@@ -73,12 +77,16 @@ class Tupe(Position):
             F.linear(F.embedding(positions, table), self.use(weight))
             for positions, weight in ((queries, self.query_weight), (keys, self.key_weight))
         )
-        q, k = (x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2) for x in projected)  # [B, H, T or S, K]
+        q, k = (
+            x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2) for x in projected
+        )  # [B, H, T or S, K]
         scores: Tensor = q * (2 * self.head_width) ** -0.5 @ k.mT  # [B, H, T, S]
         if self.distances is not None:
             scores = scores + self.distances.bias(queries, keys)
         if self.untied_cls:
-            from_cls, to_cls = (self.use(number)[:, None, None] for number in (self.from_cls, self.to_cls))
+            from_cls, to_cls = (
+                self.use(number)[:, None, None] for number in (self.from_cls, self.to_cls)
+            )
             scores = torch.where((keys == 0)[:, None, None, :], to_cls, scores)
             scores = torch.where((queries == 0)[:, None, :, None], from_cls, scores)
         return scores

@@ -40,4 +40,10 @@ class Admin(ResidualStream):
         if stack.share == "none":
             return []
         what = "residual 'admin' gives each sublayer the gain of its depth, and shared ones have one for all depths"
-        return [Problem(f"{path}.share", what, choices=take("none") + take("post", key=f"{path}.block.residual"))]
+        return [
+            Problem(
+                f"{path}.share",
+                what,
+                choices=take("none") + take("post", key=f"{path}.block.residual"),
+            )
+        ]

@@ -19,7 +19,12 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm, Rms
-from xscale.nn.residual.residual_stream import RESIDUALS, AddingPlacement, ResidualStream, ResidualTraits
+from xscale.nn.residual.residual_stream import (
+    RESIDUALS,
+    AddingPlacement,
+    ResidualStream,
+    ResidualTraits,
+)
 from xscale.nn.residual.sublayer import Sublayer
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
@@ -103,7 +108,11 @@ class AttentionResiduals(ResidualStream):
             return []
         what = f"blocks that share their {count} sublayers begin at the same one, which {size} does not divide"
         fitting = ", ".join(str(degree) for degree in range(1, count + 1) if count % degree == 0)
-        return [Problem(f"{path}.block.residual.sublayers", what, f"Take one of {fitting}, or share=none.")]
+        return [
+            Problem(
+                f"{path}.block.residual.sublayers", what, f"Take one of {fitting}, or share=none."
+            )
+        ]
 
     def begin(self, x: Tensor) -> Written:
         return (x,)

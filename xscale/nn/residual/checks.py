@@ -12,7 +12,11 @@ READERS = {
         "a block's position is added to one",
         "The position of the model is added before the first block.",
     ),
-    "block.gates": (None, "the gates, and the gates' sum, which blocks hand on, are of the hidden states", ""),
+    "block.gates": (
+        None,
+        "the gates, and the gates' sum, which blocks hand on, are of the hidden states",
+        "",
+    ),
     "step_signal": (False, "the signal of a step is added to one", ""),
     "exits": (None, "an exit reads one", ""),
     "halting": (None, "a token that halts has one output", ""),

@@ -37,8 +37,12 @@ class GruGate(Module):
         super().__init__()
         width = dims.width
         square: Any = ("width", "width")
-        self.declare("of_output", (3 * width, width), square, dims.init, linear_map=True)  # W_r, W_z, W_g
-        self.declare("of_stream", (2 * width, width), square, dims.init, linear_map=True)  # U_r, U_z
+        self.declare(
+            "of_output", (3 * width, width), square, dims.init, linear_map=True
+        )  # W_r, W_z, W_g
+        self.declare(
+            "of_stream", (2 * width, width), square, dims.init, linear_map=True
+        )  # U_r, U_z
         self.declare("candidate", (width, width), square, dims.init, linear_map=True)  # U_g
         self.declare("bias", (width,), ("width",), Init("constant", value=bias), decays=False)
 

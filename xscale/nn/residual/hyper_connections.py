@@ -29,7 +29,12 @@ from torch.nn import Parameter
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Module
-from xscale.nn.residual.residual_stream import RESIDUALS, AddingPlacement, ResidualStream, ResidualTraits
+from xscale.nn.residual.residual_stream import (
+    RESIDUALS,
+    AddingPlacement,
+    ResidualStream,
+    ResidualTraits,
+)
 from xscale.nn.residual.sublayer import Sublayer
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
@@ -76,7 +81,9 @@ class FreeWeights(ConnectionWeights):
         self.declare("read_map", (1, dims.width), ("state", "width"), ZEROS, decays=False)
         self.declare("write_map", (1, dims.width), ("state", "width"), ZEROS, decays=False)
         self.declare("mix_map", (count, dims.width), ("state", "width"), ZEROS, decays=False)
-        self.declare("scale", (2,), state, Init("constant", value=config.initial_scale), decays=False)
+        self.declare(
+            "scale", (2,), state, Init("constant", value=config.initial_scale), decays=False
+        )
 
     def forward(self, streams: Tensor) -> Weights:
         normed = normalise(streams)
@@ -108,16 +115,31 @@ class ManifoldWeights(ConnectionWeights):
         # What is read is the mean of equal streams, all get the output, and each keeps nearly its own.
         reads, writes = [-math.log(count - 1) if count > 1 else 8.0] * count, [0.0] * count
         mixes = [0.0 if row == column else -8.0 for row in range(count) for column in range(count)]
-        self.declare("map", (outputs, count * dims.width), ("state", "width"), dims.init, decays=False)
-        self.declare("bias", (outputs,), ("state",), Init("values", values=(*reads, *writes, *mixes)), decays=False)
-        self.declare("scale", (3,), ("state",), Init("constant", value=config.initial_scale), decays=False)
+        self.declare(
+            "map", (outputs, count * dims.width), ("state", "width"), dims.init, decays=False
+        )
+        self.declare(
+            "bias",
+            (outputs,),
+            ("state",),
+            Init("values", values=(*reads, *writes, *mixes)),
+            decays=False,
+        )
+        self.declare(
+            "scale", (3,), ("state",), Init("constant", value=config.initial_scale), decays=False
+        )
 
     def forward(self, streams: Tensor) -> Weights:
         count, normed = self.count, normalise(streams.flatten(-2))
         sizes = [count, count, count * count]
         logits = torch.split(F.linear(normed, self.upcast(self.map, normed)), sizes, -1)
-        scales, biases = self.upcast(self.scale, normed), torch.split(self.upcast(self.bias, normed), sizes)
-        read, write, mix = (scale * x + bias for scale, x, bias in zip(scales, logits, biases, strict=True))
+        scales, biases = (
+            self.upcast(self.scale, normed),
+            torch.split(self.upcast(self.bias, normed), sizes),
+        )
+        read, write, mix = (
+            scale * x + bias for scale, x, bias in zip(scales, logits, biases, strict=True)
+        )
         return (
             read.sigmoid(),
             2 * write.sigmoid(),

@@ -4,7 +4,12 @@ from typing import Any
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
-from xscale.nn.residual.residual_stream import RESIDUALS, AddingPlacement, ResidualStream, ResidualTraits
+from xscale.nn.residual.residual_stream import (
+    RESIDUALS,
+    AddingPlacement,
+    ResidualStream,
+    ResidualTraits,
+)
 
 
 @RESIDUALS.register("parallel", traits=ResidualTraits(hidden_states=True))
@@ -24,6 +29,11 @@ class Parallel(ResidualStream):
         if block.ffn.kind == "none":
             problems.append(("this block has no sum of the two", sequential))
         if block.sublayers is not None:
-            problems.append(("`sublayers` says an order", sequential + take(None, key=f"{path}.sublayers")))
+            problems.append(
+                ("`sublayers` says an order", sequential + take(None, key=f"{path}.sublayers"))
+            )
         what = "'parallel' adds a mixer and an ffn to one input; {}"
-        return [Problem(f"{path}.residual", what.format(reason), choices=choices) for reason, choices in problems]
+        return [
+            Problem(f"{path}.residual", what.format(reason), choices=choices)
+            for reason, choices in problems
+        ]

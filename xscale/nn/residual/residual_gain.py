@@ -42,7 +42,11 @@ class ResidualGain(Module):
 
     def needs(self) -> list[KeyNeed]:
         why = "residual 'admin' sets gains by a pass before the first step, and DeepSpeed keeps its own copy"
-        return [KeyNeed("parallel.zero.engine", ("torch",), why, (("model.stack.block.residual", "post"),))]
+        return [
+            KeyNeed(
+                "parallel.zero.engine", ("torch",), why, (("model.stack.block.residual", "post"),)
+            )
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""

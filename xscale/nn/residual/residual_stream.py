@@ -65,7 +65,9 @@ class ResidualStream(Part):
     def placement(cls, config: Any) -> Placement:
         """Return the submodules around the part of each sublayer. A converter finds its tensors by these names."""
         inner = getattr(config, "placement", None)
-        placement: Placement = cls.own_placement if inner is None else RESIDUALS.get(inner).part.own_placement
+        placement: Placement = (
+            cls.own_placement if inner is None else RESIDUALS.get(inner).part.own_placement
+        )
         return placement
 
     @classmethod
@@ -121,5 +123,8 @@ def fold_placement(placement: Any, residual: Any) -> Any:
     if kind in (None, "sequential"):
         return placement
     if kind in RESIDUALS and "placement" in RESIDUALS.get(kind).part.Config.model_fields:
-        return {**(residual if isinstance(residual, dict) else {"kind": kind}), "placement": placement}
+        return {
+            **(residual if isinstance(residual, dict) else {"kind": kind}),
+            "placement": placement,
+        }
     return None

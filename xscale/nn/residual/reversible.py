@@ -13,7 +13,12 @@ from torch import Tensor
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.mixer.mixer import MIXERS, hands_on_scores, without_scores
-from xscale.nn.residual.residual_stream import RESIDUALS, AddingPlacement, ResidualStream, ResidualTraits
+from xscale.nn.residual.residual_stream import (
+    RESIDUALS,
+    AddingPlacement,
+    ResidualStream,
+    ResidualTraits,
+)
 from xscale.nn.residual.sublayer import Sublayer
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
@@ -78,15 +83,25 @@ class Reversible(ResidualStream):
         if any(sublayer.parallel for block in blocks for sublayer in block.listed()):
             what = f"{cls.form}, and parallel sublayers add to one"
             choices = take(cls.instead(stack.block.residual), key=f"{path}.block.residual")
-            problems.append(Problem(f"{path}.block.sublayers", what, "Or take parallel=false.", choices=choices))
-        kept = "reversible blocks keep nothing for backward, and {} that blocks hand on would be kept"
+            problems.append(
+                Problem(f"{path}.block.sublayers", what, "Or take parallel=false.", choices=choices)
+            )
+        kept = (
+            "reversible blocks keep nothing for backward, and {} that blocks hand on would be kept"
+        )
         if hands_on_scores(stack):
             choices = single + without_scores(stack)
-            problems.append(Problem(f"{path}.block.residual", kept.format("scores"), choices=choices))
-        value_keys = [key for mixer in stack.mixers() if (key := MIXERS.of(mixer).part.values_key(mixer))]
+            problems.append(
+                Problem(f"{path}.block.residual", kept.format("scores"), choices=choices)
+            )
+        value_keys = [
+            key for mixer in stack.mixers() if (key := MIXERS.of(mixer).part.values_key(mixer))
+        ]
         if value_keys:
             choices = single + take(None, key=f"{path}.block.mixer.{value_keys[0]}")
-            problems.append(Problem(f"{path}.block.residual", kept.format("values"), choices=choices))
+            problems.append(
+                Problem(f"{path}.block.residual", kept.format("values"), choices=choices)
+            )
         return problems
 
     def begin(self, x: Tensor) -> Streams:

@@ -32,7 +32,13 @@ class Sublayer(Module):
     after: Norm | None
 
     def __init__(
-        self, config: Any, placement: Placement, dims: Dims, part: Mixer | Ffn, factor: float = 1.0, number: int = 0
+        self,
+        config: Any,
+        placement: Placement,
+        dims: Dims,
+        part: Mixer | Ffn,
+        factor: float = 1.0,
+        number: int = 0,
     ) -> None:
         """`config` is that of the block, `number` that of the sublayer in its stack, from 0."""
         super().__init__()
@@ -81,7 +87,9 @@ class Sublayer(Module):
     def write(self, y: Tensor, stream: Any, tokens: Tokens) -> Any:
         """Return the stream after the output y [B, T, D] is written to it."""
         kernel = self.kernel_choices.get("bias_dropout_residual")
-        x = self.random.dropout_add(y, self.keep(stream), self.drop_probability(tokens), tokens, kernel)
+        x = self.random.dropout_add(
+            y, self.keep(stream), self.drop_probability(tokens), tokens, kernel
+        )
         return self.around(self.placement.total, x, tokens)
 
     def keep(self, x: Tensor) -> Tensor:
@@ -99,7 +107,11 @@ class Sublayer(Module):
     ) -> Tensor:
         """Return the part's output for x as it is written, before dropout, [B, T, D] -> [B, T, D]."""
         read, is_mixer = self.normalised_input(x, tokens), isinstance(self.part, Mixer)
-        y: Tensor = self.mix(read, tokens, memory, source, edge=edge) if is_mixer else self.part(read, tokens)
+        y: Tensor = (
+            self.mix(read, tokens, memory, source, edge=edge)
+            if is_mixer
+            else self.part(read, tokens)
+        )
         y = self.around(self.placement.after, y, tokens)
         y = y if self.factor == 1 else self.factor * y
         for name in self.output_parts:
@@ -112,7 +124,9 @@ class Sublayer(Module):
 
     def drop(self, y: Tensor, tokens: Tokens) -> Tensor:
         """Return the output y [B, T, D] with dropout."""
-        return self.random.dropout(y, self.drop_probability(tokens), ("batch", "tokens", "width"), tokens)
+        return self.random.dropout(
+            y, self.drop_probability(tokens), ("batch", "tokens", "width"), tokens
+        )
 
     def normalised_input(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Return what the part reads of x [B, T, D]: its norm, if one stands before the part."""

@@ -91,18 +91,27 @@ def chart(
     )
 
 
-def _drawn_points(lines: Sequence[Curve], bands: Sequence[SeedRange], *, log: bool) -> list[tuple[float, float]]:
+def _drawn_points(
+    lines: Sequence[Curve], bands: Sequence[SeedRange], *, log: bool
+) -> list[tuple[float, float]]:
     """All points that the axes have to hold."""
     curves = [(line.x, line.y) for line in lines]
     for band in bands:
         curves += [(band.x, band.low), (band.x, band.high)]
-    return [(x, y) for across, up in curves for x, y in zip(across, up, strict=True) if _placed(x, y, log)]
+    return [
+        (x, y)
+        for across, up in curves
+        for x, y in zip(across, up, strict=True)
+        if _placed(x, y, log)
+    ]
 
 
 def _legend(lines: Sequence[Curve]) -> str:
     """The labels of the curves that have points, in their colours."""
     labelled = [line for line in lines if line.label and len(line.y)]
-    return "".join(f'<span class="key {line.style}">{escape(line.label)}</span>' for line in labelled)
+    return "".join(
+        f'<span class="key {line.style}">{escape(line.label)}</span>' for line in labelled
+    )
 
 
 def _right_of_zero(line: Curve) -> Curve:
@@ -114,7 +123,16 @@ def _right_of_zero(line: Curve) -> Curve:
 class _Scale:
     """Maps values to positions in the drawing."""
 
-    def __init__(self, low: float, high: float, start: float, end: float, *, log: bool = False, roomy: bool = False):
+    def __init__(
+        self,
+        low: float,
+        high: float,
+        start: float,
+        end: float,
+        *,
+        log: bool = False,
+        roomy: bool = False,
+    ):
         self.log = log
         if log:
             low, high = math.log10(low), math.log10(high)
@@ -138,7 +156,9 @@ class _Scale:
         if self.log and self.high - self.low >= 2:
             every = math.ceil((self.high - self.low) / 5)
             return [
-                10.0**power for power in range(math.ceil(self.low), math.floor(self.high) + 1) if power % every == 0
+                10.0**power
+                for power in range(math.ceil(self.low), math.floor(self.high) + 1)
+                if power % every == 0
             ]
         low, high = self.low, self.high
         if self.log:
@@ -149,8 +169,13 @@ class _Scale:
                 return values
             low, high = 10.0**low, 10.0**high
         unit = 10.0 ** math.floor(math.log10((high - low) / 5))
-        step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if (high - low) / (unit * factor) <= 6)
-        return [step * index for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+        step = next(
+            unit * factor for factor in (1, 2, 2.5, 5, 10) if (high - low) / (unit * factor) <= 6
+        )
+        return [
+            step * index
+            for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+        ]
 
 
 def _shown(y: float, log: bool) -> bool:
@@ -167,11 +192,17 @@ def _grid(across: _Scale, up: _Scale, unit: str) -> str:
     for y in up.ticks():
         line_y = up(y)
         parts.append(f'<path class="grid" d="M{LEFT} {line_y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{line_y + 4:.1f}" text-anchor="end">{number(y)}</text>')
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{line_y + 4:.1f}" text-anchor="end">{number(y)}</text>'
+        )
     for x in across.ticks():
-        parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - 27}" text-anchor="middle">{number(x)}</text>')
+        parts.append(
+            f'<text x="{across(x):.1f}" y="{HEIGHT - 27}" text-anchor="middle">{number(x)}</text>'
+        )
     parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end" class="unit">{unit}</text>')
+    parts.append(
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end" class="unit">{unit}</text>'
+    )
     return "".join(parts)
 
 
@@ -187,7 +218,9 @@ def _mark(mark: Level, up: _Scale) -> str:
 
 def _band(band: SeedRange, across: _Scale, up: _Scale, *, log: bool) -> str:
     sides = zip(band.x, band.low, band.high, strict=True)
-    known = [(x, low, high) for x, low, high in sides if _placed(x, low, log) and _placed(x, high, log)]
+    known = [
+        (x, low, high) for x, low, high in sides if _placed(x, low, log) and _placed(x, high, log)
+    ]
     corners = [(x, low) for x, low, _ in known] + [(x, high) for x, _, high in reversed(known)]
     path = "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in corners)
     return f'<path class="band {band.style}" d="M{path}Z"/>' if corners else ""

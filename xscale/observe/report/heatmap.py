@@ -66,7 +66,9 @@ DOUBLINGS_SHOWN = 3.0
 UNKNOWN: Colour = (128, 128, 128, 60)
 
 
-def heatmap(layer: str, columns: Sequence[Sequence[float]], dropped: Sequence[float], ends: Sequence[float]) -> str:
+def heatmap(
+    layer: str, columns: Sequence[Sequence[float]], dropped: Sequence[float], ends: Sequence[float]
+) -> str:
     """A figure for `layer`: loads [columns][E], the dropped fraction [columns], tokens at each column's end."""
     experts = max(len(column) for column in columns)
     # A file that something else wrote may lack experts in some columns.
@@ -100,7 +102,9 @@ def load_colours(columns: Sequence[Sequence[float]]) -> "numpy.ndarray":
         doublings = numpy.log2(loads * len(loads) / total)
     index = numpy.clip((doublings + DOUBLINGS_SHOWN) / (2 * DOUBLINGS_SHOWN), 0, 1) * 254
     unknown = numpy.isnan(index)
-    cells: numpy.ndarray = numpy.where(unknown, 255, numpy.rint(numpy.where(unknown, 0, index))).astype(numpy.uint8)
+    cells: numpy.ndarray = numpy.where(
+        unknown, 255, numpy.rint(numpy.where(unknown, 0, index))
+    ).astype(numpy.uint8)
     return cells
 
 

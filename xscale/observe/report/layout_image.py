@@ -60,7 +60,11 @@ def join_paths(paths: Iterable[str]) -> list[str]:
         else:
             groups.setdefault((match[1], match[3]), []).append(int(match[2]))
     for (before, after), numbers in groups.items():
-        names.append(f"{before}{numbers[0]}{after}" if len(numbers) == 1 else f"{before}{{{ranges(numbers)}}}{after}")
+        names.append(
+            f"{before}{numbers[0]}{after}"
+            if len(numbers) == 1
+            else f"{before}{{{ranges(numbers)}}}{after}"
+        )
     return names
 
 

@@ -63,14 +63,24 @@ def ranges(numbers: Iterable[int]) -> str:
 def caption(picture: Layout, group: list[int], heads: int) -> str:
     """'heads 0–2: 12.5% of the blocks'."""
     fraction, of_what = density(picture)
-    label = "" if heads == 1 else "all heads: " if len(group) == heads else f"head{'s' * (len(group) > 1)} "
-    return f"{label}{ranges(group) + ': ' if label.startswith('head') else ''}{fraction:.1%} {of_what}"
+    label = (
+        ""
+        if heads == 1
+        else "all heads: "
+        if len(group) == heads
+        else f"head{'s' * (len(group) > 1)} "
+    )
+    return (
+        f"{label}{ranges(group) + ': ' if label.startswith('head') else ''}{fraction:.1%} {of_what}"
+    )
 
 
 def text(picture: Layout, columns: int = 64) -> str:
     """One line for each row of cells, with darker characters for higher densities."""
     grey = cells(picture, columns)
-    return "\n".join("".join(SHADES[-(-int(cell) * (len(SHADES) - 1) // 255)] for cell in row) for row in grey)
+    return "\n".join(
+        "".join(SHADES[-(-int(cell) * (len(SHADES) - 1) // 255)] for cell in row) for row in grey
+    )
 
 
 def save(layouts: Mapping[str, Layout], path: Path) -> None:

@@ -22,7 +22,11 @@ SMOOTH_FROM = 120
 """Values from which on a line is smoothed."""
 SAMPLES = 20
 """Newest samples shown; a long run generates thousands."""
-REASONS = {"done": "The run is done", "stopped": "The run was stopped and can resume", "failed": "The run failed"}
+REASONS = {
+    "done": "The run is done",
+    "stopped": "The run was stopped and can resume",
+    "failed": "The run failed",
+}
 
 
 def section(title: str, *parts: str) -> str:
@@ -49,7 +53,11 @@ def summary(record: Record, history: History) -> str:
     reason = REASONS[end.reason] if end else "The run has not ended, or its end was not written"
     kind = "lead failed" if end and end.reason == "failed" else "lead"
     message = f": {escape(printable(end.message))}" if end and end.message else ""
-    resumed = "" if facts.resumed_from is None else f" The last process resumed from step {facts.resumed_from}."
+    resumed = (
+        ""
+        if facts.resumed_from is None
+        else f" The last process resumed from step {facts.resumed_from}."
+    )
     return (
         f"<header><h1>{escape(printable(name))}</h1>"
         f'<p class="{kind}">{reason}{message}, at step {step} of {facts.last_step}.{resumed}</p>'
@@ -63,17 +71,31 @@ def _figures(record: Record, history: History) -> Iterable[str]:
     newest = history.evaluations[-1] if history.evaluations else {}
     if newest.get("bits_per_byte") is not None:
         note = "" if baseline is None else f"an order-2 byte model: {baseline:.3f}"
-        yield _figure("validation bits per byte", f"{newest['bits_per_byte']:.3f}", note, first=True)
+        yield _figure(
+            "validation bits per byte", f"{newest['bits_per_byte']:.3f}", note, first=True
+        )
     if newest.get("eval_loss") is not None:
         perplexity = newest.get("perplexity")
         note = "" if perplexity is None else f"perplexity {perplexity:.4g}"
         yield _figure("validation loss", f"{newest['eval_loss']:.3f}", note, first=True)
     if history.steps:
-        losses = [loss for loss in history.scalars["loss"] if math.isfinite(loss)][-20:] or [math.nan]
-        yield _figure("training loss", f"{sum(losses) / len(losses):.3f}", f"mean of {len(losses)} logged steps")
-        yield _figure("tokens", quantity(last(history.scalars["tokens"])), f"{quantity(facts.tokens_per_step)} a step")
+        losses = [loss for loss in history.scalars["loss"] if math.isfinite(loss)][-20:] or [
+            math.nan
+        ]
         yield _figure(
-            "tokens a second", quantity(median(history.scalars["tokens_per_second"])), "median, all processes"
+            "training loss",
+            f"{sum(losses) / len(losses):.3f}",
+            f"mean of {len(losses)} logged steps",
+        )
+        yield _figure(
+            "tokens",
+            quantity(last(history.scalars["tokens"])),
+            f"{quantity(facts.tokens_per_step)} a step",
+        )
+        yield _figure(
+            "tokens a second",
+            quantity(median(history.scalars["tokens_per_second"])),
+            "median, all processes",
         )
         if any(map(math.isfinite, history.scalars["mfu"])):
             yield _figure("MFU", percentage(median(history.scalars["mfu"])), "median")
@@ -94,7 +116,10 @@ def _figure(term: str, value: str, words: str, *, first: bool = False) -> str:
 
 def curves(record: Record, history: History) -> str:
     """Loss, bits per byte, learning rate, gradient norm, against tokens, on linear and on logarithmic axes."""
-    drawings = {axis: _curves(record, history, log=log) for axis, log in (("linear", False), ("logarithmic", True))}
+    drawings = {
+        axis: _curves(record, history, log=log)
+        for axis, log in (("linear", False), ("logarithmic", True))
+    }
     return by_axis(drawings) if any(drawings.values()) else ""
 
 
@@ -108,7 +133,10 @@ def _curves(record: Record, history: History, *, log: bool) -> str:
     marks = [] if baseline is None else [Level(baseline, f"order-2 byte model: {baseline:.3f}")]
     return (
         chart(
-            [*_noisy(tokens, scalars["loss"], "training"), Curve(seen, loss, "two", "validation", dots=True)],
+            [
+                *_noisy(tokens, scalars["loss"], "training"),
+                Curve(seen, loss, "two", "validation", dots=True),
+            ],
             "Loss, nats a token",
             log=log,
             log_x=log,
@@ -144,7 +172,10 @@ def _noisy(x: Sequence[float], y: Sequence[float], label: str = "") -> list[Curv
     """Every value faintly, and their course over it; few values are their own course."""
     if len(y) < SMOOTH_FROM:
         return [Curve(x, y, "one", label)]
-    return [Curve(x, y, "faint", label and "each step"), Curve(x, smooth(y, max(1, len(y) // 40)), "one", label)]
+    return [
+        Curve(x, y, "faint", label and "each step"),
+        Curve(x, smooth(y, max(1, len(y) // 40)), "one", label),
+    ]
 
 
 def speed(history: History) -> str:
@@ -167,7 +198,10 @@ def _split(split: dict[str, float]) -> str:
     if total <= 0:
         return ""
     bar = keys = ""
-    order = [*(phase for phase in PHASES if phase in split), *(phase for phase in split if phase not in PHASES)]
+    order = [
+        *(phase for phase in PHASES if phase in split),
+        *(phase for phase in split if phase not in PHASES),
+    ]
     for index, phase in enumerate(order):
         seconds = split[phase]
         style = STYLES[index % len(STYLES)]
@@ -185,7 +219,8 @@ def experts(history: History) -> str:
     """A picture for each layer with experts."""
     dropped = history.statistics.get("dropped", {})
     pictures = "".join(
-        heatmap(layer, columns, dropped.get(layer, ()), history.ends) for layer, columns in history.loads.items()
+        heatmap(layer, columns, dropped.get(layer, ()), history.ends)
+        for layer, columns in history.loads.items()
     )
     return f'{legend()}<div class="grid">{pictures}</div>' if pictures else ""
 
@@ -197,7 +232,12 @@ def statistics(history: History) -> str:
         if name == "dropped" and history.loads:
             continue
         lines = [
-            Curve(history.ends[: len(values)], values, STYLES[index % len(STYLES)], layer if len(layers) <= 5 else "")
+            Curve(
+                history.ends[: len(values)],
+                values,
+                STYLES[index % len(STYLES)],
+                layer if len(layers) <= 5 else "",
+            )
             for index, (layer, values) in enumerate(layers.items())
         ]
         charts += chart(lines, name, note=statistic_note(name))
@@ -252,9 +292,13 @@ def evaluations(history: History) -> str:
     """The evaluations as a table."""
     if not history.evaluations:
         return ""
-    labelled = dict.fromkeys(name for item in history.evaluations for name in item if name.startswith("eval_"))
+    labelled = dict.fromkeys(
+        name for item in history.evaluations for name in item if name.startswith("eval_")
+    )
     measures = _MEASURES | {
-        name: metric_words(name.removeprefix("eval_")) for name in labelled if name not in (*_MEASURES, "eval_seconds")
+        name: metric_words(name.removeprefix("eval_"))
+        for name in labelled
+        if name not in (*_MEASURES, "eval_seconds")
     }
     rows = "".join(
         f'<tr><td class="number">{item["step"]}</td><td class="number">{quantity(item["tokens"])}</td>'
@@ -274,11 +318,15 @@ def tasks(history: History) -> str:
     heads = "".join(f"<th>step {item['step']}</th>" for item in history.tasks)
     rows = "".join(
         f"<tr><th>{escape(printable(name.removeprefix(TASKS)))}</th>"
-        + "".join(f'<td class="number">{_cell_with_error(item, name)}</td>' for item in history.tasks)
+        + "".join(
+            f'<td class="number">{_cell_with_error(item, name)}</td>' for item in history.tasks
+        )
         + "</tr>"
         for name in metrics
     )
-    return f'<div class="wide"><table><tr><th></th>{heads}</tr>{rows}</table></div>' if metrics else ""
+    return (
+        f'<div class="wide"><table><tr><th></th>{heads}</tr>{rows}</table></div>' if metrics else ""
+    )
 
 
 def _cell_with_error(item: Mapping[str, float | None], name: str) -> str:
@@ -302,7 +350,11 @@ def setting(record: Record) -> str:
     """Devices, versions and config of the run."""
     facts, end = record.facts, record.end
     rows = [
-        *((name, value) for name, value in (("command", facts.command), ("host", facts.host)) if value),
+        *(
+            (name, value)
+            for name, value in (("command", facts.command), ("host", facts.host))
+            if value
+        ),
         *([("commit of xscale", facts.commit)] if facts.commit else []),
         *([("began", _moment(facts.started))] if facts.started is not None else []),
         *([("ended", _moment(end.ended))] if end is not None and end.ended is not None else []),
@@ -312,7 +364,9 @@ def setting(record: Record) -> str:
         *facts.versions.items(),
         *(("note", note) for note in facts.notes),
     ]
-    table = "".join(f"<tr><th>{escape(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows)
+    table = "".join(
+        f"<tr><th>{escape(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows
+    )
     text: str = yaml.safe_dump(dict(facts.config), sort_keys=False, allow_unicode=True)
     return f'<div class="wide"><table>{table}</table></div><h3>Resolved config</h3><pre>{_text(text)}</pre>'
 

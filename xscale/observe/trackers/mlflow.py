@@ -23,7 +23,9 @@ class Mlflow(Tracker):
     A resumed run continues the same run of MLflow, by the id in `mlflow_id`. Metrics are sent in the background.
     """
 
-    def __init__(self, folder: Path, experiment: str, uri: str | None, every_steps: int = 1) -> None:
+    def __init__(
+        self, folder: Path, experiment: str, uri: str | None, every_steps: int = 1
+    ) -> None:
         super().__init__(folder, every_steps, "mlflow_id")
         self._experiment, self._uri = experiment, uri
         self._package: Any = None
@@ -57,7 +59,9 @@ class Mlflow(Tracker):
     def _log_params(self, config: dict[str, Any]) -> None:
         """Send the config; it cannot change afterwards, so that of each process is an artifact too."""
         if self._is_new:
-            params = {path.removeprefix("."): str(value)[:LONGEST] for path, value in leaves(config, "")}
+            params = {
+                path.removeprefix("."): str(value)[:LONGEST] for path, value in leaves(config, "")
+            }
             self._try(self._package.log_params, params)
 
     def _log_config(self, config: dict[str, Any], first_step: int) -> None:
@@ -72,7 +76,11 @@ class Mlflow(Tracker):
                 self._try(self._package.end_run, status=STATUS[report.reason])
 
     def _log(self, item: dict[str, Any], step: int) -> None:
-        known = {re.sub(r"[^\w\-. /]", "_", name): float(value) for name, value in item.items() if value is not None}
+        known = {
+            re.sub(r"[^\w\-. /]", "_", name): float(value)
+            for name, value in item.items()
+            if value is not None
+        }
         self._try(self._package.log_metrics, known, step=step, synchronous=False)
 
     def _log_text(self, text: str, step: int) -> None:

@@ -15,7 +15,14 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 
 from xscale.core.files.atomic_write import AppendFile
 from xscale.observe.backlog import Backlog
-from xscale.observe.events import EndReport, EvalReport, RunFacts, SampleReport, StepReport, TaskReport
+from xscale.observe.events import (
+    EndReport,
+    EvalReport,
+    RunFacts,
+    SampleReport,
+    StepReport,
+    TaskReport,
+)
 from xscale.observe.format import printable
 from xscale.observe.metrics import step_object
 from xscale.observe.observer import Observer, due
@@ -69,7 +76,9 @@ class TensorBoard(Observer):
         self._scalars(scalars, report.step)
 
     def tasks_evaluated(self, report: TaskReport) -> None:
-        self._scalars({f"tasks/{name}": value for name, value in report.results.items()}, report.step)
+        self._scalars(
+            {f"tasks/{name}": value for name, value in report.results.items()}, report.step
+        )
 
     def sampled(self, report: SampleReport) -> None:
         # Four spaces make it code in Markdown, which TensorBoard renders.

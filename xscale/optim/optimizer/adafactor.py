@@ -71,16 +71,23 @@ class Adafactor(Optimizer):
         self.steps += 1
         rate = min(lr, self.steps**-0.5) if config.relative_step else lr
         self._update_moments(gradients, 1 - self.steps**-config.decay_rate)
-        squares = [_sum_of_squares(index, self._update(index, gradients[index])) for index in self._all]
+        squares = [
+            _sum_of_squares(index, self._update(index, gradients[index])) for index in self._all
+        ]
         if config.scale_parameter:
-            squares += [_sum_of_squares(index, weight.value) for index, weight in enumerate(self.weights)]
+            squares += [
+                _sum_of_squares(index, weight.value) for index, weight in enumerate(self.weights)
+            ]
         means = self.full_tensors.means(squares)
         for index, weight in enumerate(self.weights):
             weight_rate: float | Tensor = rate * self.lr_factors[index]
             if self.weight_decays[index]:
                 weight.value.mul_(1 - weight_rate * self.weight_decays[index])
             if config.scale_parameter:
-                weight_rate = means[len(self.weights) + index].sqrt().clamp(min=config.eps_parameter) * weight_rate
+                weight_rate = (
+                    means[len(self.weights) + index].sqrt().clamp(min=config.eps_parameter)
+                    * weight_rate
+                )
             # Computed once more, so that the updates of all weights need no memory at once.
             update = self._update(index, gradients[index])
             update /= (means[index].sqrt() / config.clip_threshold).clamp(min=1.0)
@@ -105,12 +112,18 @@ class Adafactor(Optimizer):
                 square.lerp_(squared, 1 - decay)
             if row is not None and column is not None:
                 last = gradient.dim() - 1
-                sums += [LocalSum(index, (last,), squared.sum(-1)), LocalSum(index, (last - 1,), squared.sum(-2))]
+                sums += [
+                    LocalSum(index, (last,), squared.sum(-1)),
+                    LocalSum(index, (last - 1,), squared.sum(-2)),
+                ]
                 targets += [row, column]
         for moment, mean in zip(targets, self.full_tensors.means(sums), strict=True):
             moment.lerp_(mean, 1 - decay)
         rows = [index for index in self._all if self.row[index] is not None]
-        row_sums = [LocalSum(index, (self.weights[index].value.dim() - 2,), self._row_sum(index)) for index in rows]
+        row_sums = [
+            LocalSum(index, (self.weights[index].value.dim() - 2,), self._row_sum(index))
+            for index in rows
+        ]
         self.row_means = dict(zip(rows, self.full_tensors.means(row_sums), strict=True))
 
     def _row_sum(self, index: int) -> Tensor:
@@ -131,7 +144,11 @@ class Adafactor(Optimizer):
         return gradient * scaled_row * column.rsqrt().unsqueeze(-2)
 
     def states(self) -> dict[str, list[Tensor | None]]:
-        states: dict[str, list[Tensor | None]] = {"row": self.row, "column": self.column, "square": self.square}
+        states: dict[str, list[Tensor | None]] = {
+            "row": self.row,
+            "column": self.column,
+            "square": self.square,
+        }
         return states if self.mean is None else {**states, "mean": [*self.mean]}
 
     def reduced_dims(self) -> dict[str, int]:

@@ -3,7 +3,13 @@
 from pydantic import Field
 from torch import Tensor
 
-from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer, OptimizerTraits, zeros_like_values
+from xscale.optim.optimizer.optimizer import (
+    OPTIMIZERS,
+    LocalParameter,
+    Optimizer,
+    OptimizerTraits,
+    zeros_like_values,
+)
 from xscale_kernels.adamw.op import adamw_step_
 
 
@@ -48,7 +54,10 @@ class AdamW(Optimizer):
             params = [self.weights[index].value for index in group]
             adamw_step_(
                 params,
-                *([tensors[index] for index in group] for tensors in (gradients, self.mean, self.square)),
+                *(
+                    [tensors[index] for index in group]
+                    for tensors in (gradients, self.mean, self.square)
+                ),
                 step=self.steps,
                 lr=lr * lr_factor,
                 betas=(config.beta1, config.beta2),

@@ -39,7 +39,9 @@ class AdamW8bit(Optimizer):
     def __init__(self, config: Config, weights: list[LocalParameter]) -> None:
         super().__init__(config, weights)
         self.config: AdamW8bit.Config = config
-        self.quantized = [index for index, weight in enumerate(weights) if _has_blocks(weight, config.block_size)]
+        self.quantized = [
+            index for index, weight in enumerate(weights) if _has_blocks(weight, config.block_size)
+        ]
         self.others = [index for index in range(len(weights)) if index not in set(self.quantized)]
         full = AdamW.Config(**{name: getattr(config, name) for name in AdamW.Config.model_fields})
         self.adamw = AdamW(full, [weights[index] for index in self.others])
@@ -58,8 +60,12 @@ class AdamW8bit(Optimizer):
 
     @classmethod
     def describe(cls, config: Config, weights: list[LocalParameter]) -> list[str]:
-        sizes = [(_has_blocks(weight, config.block_size), weight.value.numel()) for weight in weights]
-        quantized, full = ([size for blocked, size in sizes if blocked == wanted] for wanted in (True, False))
+        sizes = [
+            (_has_blocks(weight, config.block_size), weight.value.numel()) for weight in weights
+        ]
+        quantized, full = (
+            [size for blocked, size in sizes if blocked == wanted] for wanted in (True, False)
+        )
         line = (
             f"optimizer adamw_8bit: {len(quantized)} tensors, {sum(quantized):,} parameters with 8-bit moments; "
             f"{len(full)} tensors, {sum(full):,} parameters with full ones"
@@ -115,7 +121,10 @@ class AdamW8bit(Optimizer):
         """Whether values have signs -> the value of each code, [256]."""
         from torchao.optim.quant_utils import create_dynamic_map
 
-        return {signed: torch.tensor(create_dynamic_map(signed), dtype=torch.float32) for signed in (True, False)}
+        return {
+            signed: torch.tensor(create_dynamic_map(signed), dtype=torch.float32)
+            for signed in (True, False)
+        }
 
     def states(self) -> Mapping[str, Sequence[Tensor | None]]:
         count = len(self.weights)

@@ -4,7 +4,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer, OptimizerTraits, zeros_like_values
+from xscale.optim.optimizer.optimizer import (
+    OPTIMIZERS,
+    LocalParameter,
+    Optimizer,
+    OptimizerTraits,
+    zeros_like_values,
+)
 
 
 @OPTIMIZERS.register("lion", traits=OptimizerTraits(states_per_parameter=1, elementwise=True))
@@ -29,7 +35,9 @@ class Lion(Optimizer):
         config = self.config
         settings = zip(self.lr_factors, self.weight_decays, strict=True)
         tensors = zip(self.weights, gradients, self.momentum, strict=True)
-        for (weight, gradient, momentum), (lr_factor, weight_decay) in zip(tensors, settings, strict=True):
+        for (weight, gradient, momentum), (lr_factor, weight_decay) in zip(
+            tensors, settings, strict=True
+        ):
             direction = torch.lerp(gradient, momentum, config.beta1).sign_()
             weight_lr = lr * lr_factor
             if weight_decay:

@@ -18,7 +18,11 @@ from xscale.optim.full_tensors import MatrixPart
 from xscale.optim.optimizer.adamw import AdamW
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer, OptimizerTraits
 
-NEWTON_SCHULZ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+NEWTON_SCHULZ_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 MATCHED_RMS = 0.2
 """Root mean square of AdamW's usual updates (Liu et al. 2025, section 2.2)."""
 
@@ -92,7 +96,9 @@ class Muon(Optimizer):
     @classmethod
     def describe(cls, config: Config, weights: list[LocalParameter]) -> list[str]:
         sizes = [(weight.linear_map, weight.value.numel()) for weight in weights]
-        muon, adamw = ([size for is_matrix, size in sizes if is_matrix == wanted] for wanted in (True, False))
+        muon, adamw = (
+            [size for is_matrix, size in sizes if is_matrix == wanted] for wanted in (True, False)
+        )
         line = (
             f"optimizer muon: {len(muon)} tensors of matrices, {sum(muon):,} parameters; "
             f"adamw: {len(adamw)} tensors, {sum(adamw):,} parameters"
@@ -116,15 +122,22 @@ class Muon(Optimizer):
                 self.weights[index].value.mul_(1 - lr * self.lr_factors[index] * weight_decay)
 
         def update(part: MatrixPart) -> Tensor:
-            gradient, momentum = part.of(gradients[part.weight]), part.of(self.momentum[part.weight])
+            gradient, momentum = (
+                part.of(gradients[part.weight]),
+                part.of(self.momentum[part.weight]),
+            )
             direction = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
             return direction.to(NEWTON_SCHULZ_DTYPES[config.ns_dtype])
 
         orthogonal = NewtonSchulz(config.ns_steps, config.ns_coefficients, config.ns_eps)
         for part, direction in self.full_tensors.map_matrices(self.matrices, update, orthogonal):
             value = part.of(self.weights[part.weight].value)
-            adjustment = lr_adjustment(config.adjust_lr_fn, *self.full_tensors.shape(part.weight)[-2:])
-            value.add_(direction.to(value.dtype), alpha=-lr * self.lr_factors[part.weight] * adjustment)
+            adjustment = lr_adjustment(
+                config.adjust_lr_fn, *self.full_tensors.shape(part.weight)[-2:]
+            )
+            value.add_(
+                direction.to(value.dtype), alpha=-lr * self.lr_factors[part.weight] * adjustment
+            )
 
     def states(self) -> dict[str, list[Tensor | None]]:
         states: dict[str, list[Tensor | None]] = {

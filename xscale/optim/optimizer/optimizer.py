@@ -89,7 +89,9 @@ class Optimizer:
     @classmethod
     def describe(cls, config: Any, weights: list[LocalParameter]) -> list[str]:
         """Return lines for the log on how the full model's weights, which may be on meta, are updated."""
-        return describe_groups(config.groups, {weight.name: weight.value.numel() for weight in weights})
+        return describe_groups(
+            config.groups, {weight.name: weight.value.numel() for weight in weights}
+        )
 
     @classmethod
     def mup_exponent(cls, config: Any, *, linear_map: bool) -> float | None:
@@ -109,7 +111,9 @@ class Optimizer:
 
     def _lr_factors(self, progress: float) -> list[float]:
         by_group = lr_factors(self.group_of_weight, progress)
-        return [factor * by_width for factor, by_width in zip(by_group, self.mup_factors, strict=True)]
+        return [
+            factor * by_width for factor, by_width in zip(by_group, self.mup_factors, strict=True)
+        ]
 
     def set_progress(self, progress: float) -> None:
         """Set the learning rates of the groups to those after the fraction `progress` of the run's steps."""

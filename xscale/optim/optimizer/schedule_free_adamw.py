@@ -15,7 +15,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer, OptimizerTraits, zeros_like_values
+from xscale.optim.optimizer.optimizer import (
+    OPTIMIZERS,
+    LocalParameter,
+    Optimizer,
+    OptimizerTraits,
+    zeros_like_values,
+)
 
 
 @OPTIMIZERS.register(
@@ -73,7 +79,9 @@ class ScheduleFreeAdamW(Optimizer):
         correction = 1 - beta2**self.steps
         settings = zip(self.lr_factors, self.weight_decays, strict=True)
         tensors = zip(self.weights, gradients, self.x, self.z, self.square, strict=True)
-        for (weight, gradient, x, z, square), (lr_factor, weight_decay) in zip(tensors, settings, strict=True):
+        for (weight, gradient, x, z, square), (lr_factor, weight_decay) in zip(
+            tensors, settings, strict=True
+        ):
             weight_lr = lr * lr_factor
             if weight_decay:
                 z.sub_(weight.value, alpha=weight_lr * weight_decay)

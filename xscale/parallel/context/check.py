@@ -59,20 +59,26 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
 def _check_handed_on_scores(model: nn.Module, gathered: list[Any], where: str) -> list[Problem]:
     """List why gathered mixers cannot hand their scores, of all heads, to mixers with a shard of the heads."""
     inside = {mixer for sublayer in gathered for mixer in mixers_of(sublayer)}
-    mixers = [module for module in model.modules() if isinstance(module, Mixer) and module.hands_on_scores]
+    mixers = [
+        module for module in model.modules() if isinstance(module, Mixer) and module.hands_on_scores
+    ]
     if not inside.intersection(mixers) or inside.issuperset(mixers):
         return []
     what = "attention scores pass between mixers on the gathered sequence and mixers with a shard of the heads"
     return [Problem(where, what, "Or take one core in all blocks.", choices=take(1))]
 
 
-def _check_attention(attention: ShardedAttention, config: ParallelConfig, path: str) -> list[Problem]:
+def _check_attention(
+    attention: ShardedAttention, config: ParallelConfig, path: str
+) -> list[Problem]:
     reasons_by_style = style_of(attention, config)
     if isinstance(reasons_by_style, str):
         return []
     kind, cp = _kind(attention.core), config.mesh.cp
     configured = config.context.style
-    reported = reasons_by_style if configured == "auto" else {configured: reasons_by_style[configured]}
+    reported = (
+        reasons_by_style if configured == "auto" else {configured: reasons_by_style[configured]}
+    )
     what = f"a sequence cannot be sharded over cp={cp} for core '{kind}': " + "; ".join(
         f"{style}: {reason}" for style, reason in reported.items()
     )
@@ -85,7 +91,8 @@ def _check_attention(attention: ShardedAttention, config: ParallelConfig, path: 
     fix = ""
     if attention.dropout and not works:
         fix = (
-            "Without dropout of attention weights (mixer.dropout=0) more styles work; the blocks' dropout always does."
+            "Without dropout of attention weights (mixer.dropout=0) more styles work; "
+            "the blocks' dropout always does."
         )
     return [Problem(f"{path}.context.style", what, fix, choices=choices)]
 
@@ -99,10 +106,16 @@ def _check_reused_scores(mixer: Any, config: ParallelConfig, path: str) -> list[
     cp, tp = config.mesh.cp, config.mesh.tp
     problems = []
     if config.context.style not in ("auto", "ulysses"):
-        what = f"mixer '{_kind(mixer)}' has scores with a shard of the heads, which only ulysses makes"
+        what = (
+            f"mixer '{_kind(mixer)}' has scores with a shard of the heads, which only ulysses makes"
+        )
         problems.append(Problem(f"{path}.context.style", what, choices=take("auto", "ulysses")))
     if reason := ulysses.unsupported_reason(mixer, cp, tp):
-        degrees = [cp for cp in range(1, mixer.heads + 1) if ulysses.unsupported_reason(mixer, cp, tp) is None]
+        degrees = [
+            cp
+            for cp in range(1, mixer.heads + 1)
+            if ulysses.unsupported_reason(mixer, cp, tp) is None
+        ]
         what = f"a sequence cannot be sharded over cp={cp} for mixer '{_kind(mixer)}': {reason}"
         problems.append(Problem(f"{path}.mesh.cp", what, choices=take(*(degrees or [1]))))
     return problems
@@ -116,7 +129,10 @@ def _working_degrees(attention: ShardedAttention, config: ParallelConfig) -> lis
         for degree in range(2, attention.query_channels // attention.head_width + 1)
         if isinstance(style_of(attention, _with_cp(config, degree)), str)
     ]
-    below, above = [degree for degree in working if degree < cp], [degree for degree in working if degree > cp]
+    below, above = (
+        [degree for degree in working if degree < cp],
+        [degree for degree in working if degree > cp],
+    )
     return below + above[:1]
 
 
@@ -136,7 +152,9 @@ def _check_ffns(module: nn.Module, where: str) -> list[Problem]:
         if not (traits.per_token or traits.token_shift):
             what = f"ffn '{_kind(part)}' mixes tokens, and each rank would have a shard of the sequence"
             able = [*FFNS.able(per_token=True), *FFNS.able(token_shift=True), "moe"]
-            problems.append(Problem(where, what, choices=take(1) + instead("ffn", _kind(part), able)))
+            problems.append(
+                Problem(where, what, choices=take(1) + instead("ffn", _kind(part), able))
+            )
     return problems
 
 

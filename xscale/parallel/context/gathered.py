@@ -24,7 +24,9 @@ class GatheredSequence:
     inner: Callable[..., Tensor]
     """Runs the mixer on a full sequence."""
 
-    def __call__(self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, *, edge: Any) -> Tensor:
+    def __call__(
+        self, x: Tensor, tokens: Tokens, memory: Tensor | None, source: Tokens | None, *, edge: Any
+    ) -> Tensor:
         """[B, P, D] -> [B, P, D]; the other sequence, `memory`, is a shard too."""
         if not isinstance(tokens, TokenShard):
             return self.inner(x, tokens, memory, source, edge=edge)

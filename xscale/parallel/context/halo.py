@@ -34,14 +34,21 @@ def traffic(attention: ShardedAttention, cp: int, tp: int, length: int) -> float
     kv_heads = max(1, attention.key_channels // attention.head_width // tp)
     needs = needed_key_positions(attention.core, length, heads, -(-length // (2 * cp)) * 2, cp)
     fetched = sum(
-        len(positions) for rank, owners in enumerate(needs) for owner, positions in enumerate(owners) if owner != rank
+        len(positions)
+        for rank, owners in enumerate(needs)
+        for owner, positions in enumerate(owners)
+        if owner != rank
     )
     return 2 * kv_heads * attention.head_width * fetched / cp
 
 
-def needed_key_positions(core: Core, length: int, heads: int, size: int, ranks: int) -> list[list[list[int]]]:
+def needed_key_positions(
+    core: Core, length: int, heads: int, size: int, ranks: int
+) -> list[list[list[int]]]:
     """Return [rank][owner] -> key positions that the rank's queries see, relative to the owner's first token."""
-    block_layout: NDArray[np.bool_] = np.any(core.block_layout(length, heads), axis=0)  # [blocks, blocks]
+    block_layout: NDArray[np.bool_] = np.any(
+        core.block_layout(length, heads), axis=0
+    )  # [blocks, blocks]
     block = core.layout_block
     assert block is not None
     needs = []
@@ -53,7 +60,12 @@ def needed_key_positions(core: Core, length: int, heads: int, size: int, ranks: 
             else np.zeros(len(block_layout), np.bool_)
         )
         positions = np.flatnonzero(visible.repeat(block)[:end])
-        needs.append([(positions[(positions // size) == owner] - owner * size).tolist() for owner in range(ranks)])
+        needs.append(
+            [
+                (positions[(positions // size) == owner] - owner * size).tolist()
+                for owner in range(ranks)
+            ]
+        )
     return needs
 
 
@@ -109,15 +121,23 @@ class Halo:
         return self.plans[length, heads]
 
 
-def _fetch(local: Tensor, plan: list[list[list[int]]], end: int, sharding: SequenceSharding) -> tuple[Tensor, Tensor]:
+def _fetch(
+    local: Tensor, plan: list[list[list[int]]], end: int, sharding: SequenceSharding
+) -> tuple[Tensor, Tensor]:
     """Fetch keys and values: [2, B, G, P, K] -> [B, G, end, K] each. Keys out of sight stay zero, unread."""
     rank, size = sharding.rank, local.shape[3]
     sent = [[] if other == rank else plan[other][rank] for other in range(sharding.count)]
     received = [[] if owner == rank else plan[rank][owner] for owner in range(sharding.count)]
     send_index = [position for positions in sent for position in positions]
-    recv_index = [owner * size + position for owner, positions in enumerate(received) for position in positions]
+    recv_index = [
+        owner * size + position
+        for owner, positions in enumerate(received)
+        for position in positions
+    ]
     by_position = local.movedim(3, 0)  # [P, 2, B, G, K]
-    rows = by_position.index_select(0, torch.tensor(send_index, dtype=torch.long, device=local.device))
+    rows = by_position.index_select(
+        0, torch.tensor(send_index, dtype=torch.long, device=local.device)
+    )
     sizes = [len(positions) for positions in sent], [len(positions) for positions in received]
     rows = all_to_all(rows, *sizes, sharding.group)
     keys_values = local.new_zeros(max(end, 1), *rows.shape[1:])

@@ -41,7 +41,10 @@ class ShardedAttentionMask(AttentionMask):
         return self.query_shard.sharding
 
     def full(
-        self, first_head: int, heads: int, prefers_relative_bias: Callable[[Position, AttentionMask], bool]
+        self,
+        first_head: int,
+        heads: int,
+        prefers_relative_bias: Callable[[Position, AttentionMask], bool],
     ) -> AttentionMask:
         """Return the mask of all queries on all keys, for some of the local heads; the core says what it prefers."""
         lengths = f"{self.query_shard.length}/{self.key_shard.length}"
@@ -53,10 +56,13 @@ class ShardedAttentionMask(AttentionMask):
             indices = torch.arange(first_head, first_head + heads, device=plain.device)
             return replace(plain, position_terms=terms.select_heads(indices))
         if position is not None and (
-            self.uses_relative_bias or (not self.reads_bias and prefers_relative_bias(position, plain))
+            self.uses_relative_bias
+            or (not self.reads_bias and prefers_relative_bias(position, plain))
         ):
             by_distance = plain.with_relative_bias(position)
-            return replace(by_distance, relative_bias=lambda after: position.relative_bias(after)[selected])
+            return replace(
+                by_distance, relative_bias=lambda after: position.relative_bias(after)[selected]
+            )
         bias = self.bias_of(self.query_shard.full.positions, self.key_shard.full.positions)
         return plain if bias is None else replace(plain, bias=bias[:, selected])
 
@@ -127,7 +133,9 @@ class ShardedMaskBuilder:
             key_shard=key_tokens,
             position=position if biased else None,
             pairs=attention.pairs(tokens.length, key_tokens.length) if reads else None,
-            projections=(attention.q, attention.k, attention.q_norm, attention.k_norm) if projects else (),
+            projections=(attention.q, attention.k, attention.q_norm, attention.k_norm)
+            if projects
+            else (),
             uses_relative_bias=attention.uses_relative_bias,
             reads_bias=attention.reads_bias,
         )

@@ -19,13 +19,17 @@ def local_rows(plan: DispatchPlan, tokens: TokenShard) -> DispatchPlan:
     """The plan's rows whose tokens are on this rank, numbered by their position in its shard."""
     sharding, length = tokens.sharding, tokens.length
     positions = sharding.positions(length, plan.tokens.device)[sharding.rank]  # [P]
-    shard_index = positions.new_full((length + 2 * sharding.count * sharding.chunk_length(length),), -1)
+    shard_index = positions.new_full(
+        (length + 2 * sharding.count * sharding.chunk_length(length),), -1
+    )
     shard_index[positions] = torch.arange(len(positions), device=positions.device)
     index = shard_index[plan.tokens % length]
     is_local = index >= 0
     rows = plan.tokens.div(length, rounding_mode="floor") * len(positions) + index
     # Rows at the end that no expert counts are of dropped assignments.
-    is_local = is_local & (torch.arange(len(index), device=index.device) < plan.tokens_per_expert.sum())
+    is_local = is_local & (
+        torch.arange(len(index), device=index.device) < plan.tokens_per_expert.sum()
+    )
     experts = experts_of_rows(plan.tokens_per_expert, len(plan.tokens))
     tokens_per_expert = torch.bincount(experts[is_local], minlength=len(plan.tokens_per_expert))
     keys = None if plan.dropout_keys is None else plan.dropout_keys[is_local]
@@ -47,4 +51,6 @@ class GlobalRouting:
             return self.inner(x, tokens)
         full = replace(tokens.full, forward=tokens.forward)
         plan, aux_loss = self.inner(tokens.sharding.gather(x, tokens.length), full)
-        return self.select_rows(plan, tokens), None if aux_loss is None else aux_loss / tokens.sharding.count
+        return self.select_rows(
+            plan, tokens
+        ), None if aux_loss is None else aux_loss / tokens.sharding.count

@@ -70,7 +70,9 @@ class Scan:
 
 class _PriorState(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, state: Tensor, last: Tensor | None, sharding: SequenceSharding) -> Tensor:
+    def forward(
+        context: Any, state: Tensor, last: Tensor | None, sharding: SequenceSharding
+    ) -> Tensor:
         context.sharding, context.included = sharding, _included(last, sharding, state)
         states = all_gather(state[None], 0, sharding.group)  # [R, B, G, F, K]
         return torch.einsum("rb,rbgfk->bgfk", context.included[sharding.rank], states)
@@ -79,12 +81,18 @@ class _PriorState(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Any:
         sharding = context.sharding
         gradients = all_gather(gradient[None], 0, sharding.group)
-        return torch.einsum("rb,rbgfk->bgfk", context.included[:, sharding.rank], gradients), None, None
+        return (
+            torch.einsum("rb,rbgfk->bgfk", context.included[:, sharding.rank], gradients),
+            None,
+            None,
+        )
 
 
 def _included(last: Tensor | None, sharding: SequenceSharding, like: Tensor) -> Tensor:
     """Return [R, R, B]: 1 where the second rank's state is part of the first one's prior state (the same document)."""
-    earlier = torch.ones(sharding.count, sharding.count, dtype=like.dtype, device=like.device).tril(-1)[..., None]
+    earlier = torch.ones(sharding.count, sharding.count, dtype=like.dtype, device=like.device).tril(
+        -1
+    )[..., None]
     if last is None:
         return earlier.expand(-1, -1, len(like))
     ended = last.t()  # [R, B]

@@ -44,7 +44,9 @@ class SequenceSharding:
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the position [R, P] in the sequence of each token of each rank; `length` and above is padding."""
-        chunks = torch.tensor([self.rank_chunks(rank) for rank in range(self.count)], device=device)  # [R, 2]
+        chunks = torch.tensor(
+            [self.rank_chunks(rank) for rank in range(self.count)], device=device
+        )  # [R, 2]
         size = self.chunk_length(length)
         return (chunks[..., None] * size + torch.arange(size, device=device)).flatten(1)
 
@@ -73,7 +75,9 @@ class SequenceSharding:
 
     def gather(self, x: Tensor, length: int) -> Tensor:
         """All-gather shards [B, P, D] to [B, T, D]; backward reduce-scatters the gradient."""
-        return gather_in(x, x.shape[1] * self.count, self.group).index_select(1, self.gather_order(length, x.device))
+        return gather_in(x, x.shape[1] * self.count, self.group).index_select(
+            1, self.gather_order(length, x.device)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +119,9 @@ class TokenShard(Tokens):
         full = self.full.with_global_tokens(count)
         resharded = shard_tokens(full, self.sharding, self.targets)
         # The weights of losses, and what was set since the text was sharded, are this shard's.
-        return replace(resharded, forward=self.forward, carried={**self.carried, **resharded.carried})
+        return replace(
+            resharded, forward=self.forward, carried={**self.carried, **resharded.carried}
+        )
 
     def fraction(self) -> float:
         """1 / the ranks of cp."""
@@ -126,7 +132,9 @@ class TokenShard(Tokens):
         return self.full.count() * self.fraction()
 
 
-def shard_tokens(tokens: Tokens, sharding: SequenceSharding, targets: Tensor | None = None) -> TokenShard:
+def shard_tokens(
+    tokens: Tokens, sharding: SequenceSharding, targets: Tensor | None = None
+) -> TokenShard:
     """Slice this rank's shard of the tokens, whose `targets` are [B, T]."""
     local = _cut(tokens, sharding)
     # Values that blocks share are of a shard or of the full sequence.
@@ -144,7 +152,9 @@ def _cut(tokens: Tokens, sharding: SequenceSharding) -> Tokens:
         lambda value, about: sharding.shard(value, about.fill) if TOKENS in about.names else value
     )
     local = local.map_fields(lambda value, about: value + before if about.counts_tokens else value)
-    return local.map_fields(lambda value, about: shard_text(value, about.fill) if TARGETS in about.names else value)
+    return local.map_fields(
+        lambda value, about: shard_text(value, about.fill) if TARGETS in about.names else value
+    )
 
 
 class TokensOverContext(ShardedRandomNumbers):

@@ -45,7 +45,9 @@ class StateSpaceScan:
         self.mixer.check_length(tokens.length)
         chunk = self.mixer.chunk(u.shape[1])
         ended = chunk.end_state(u).flatten(1)[:, None]  # [B, 1, D * N]
-        every = gather_in(ended, sharding.count, sharding.group).view(len(u), sharding.count, u.shape[2], -1)
+        every = gather_in(ended, sharding.count, sharding.group).view(
+            len(u), sharding.count, u.shape[2], -1
+        )
         # Every rank scans all states: what it does not use has a gradient of zeros, which the others wait for.
         before = [torch.zeros_like(every[:, 0])]
         for state in every.unbind(1)[:-1]:

@@ -51,7 +51,10 @@ def sublayers_on_gathered(model: nn.Module, config: ParallelConfig) -> list[Any]
     def has_style(mixer: Mixer) -> bool:
         if Role.REUSED_ATTENTION in seams_of(mixer).values():
             has_ulysses = config.context.style in ("auto", "ulysses")
-            return has_ulysses and ulysses.unsupported_reason(mixer, config.mesh.cp, config.mesh.tp) is None
+            return (
+                has_ulysses
+                and ulysses.unsupported_reason(mixer, config.mesh.cp, config.mesh.tp) is None
+            )
         if Role.ATTENTION in seams_of(mixer).values() and mixer.shards_sequence:
             return isinstance(style_of(cast(ShardedAttention, mixer), config), str)
         return mixer.shards_sequence
@@ -79,7 +82,9 @@ def _refuses(style: str, attention: ShardedAttention, config: ParallelConfig) ->
     if style not in traits.context:
         allows = ", ".join(traits.context) or "none"
         return f"the core supports {allows}"
-    reason: str | None = STYLES[style][0].unsupported_reason(attention, config.mesh.cp, config.mesh.tp)
+    reason: str | None = STYLES[style][0].unsupported_reason(
+        attention, config.mesh.cp, config.mesh.tp
+    )
     return reason
 
 
@@ -108,8 +113,14 @@ def _styled_modules(
         return
     gathered = sublayers_on_gathered(model, config)
     for sublayer in gathered:
-        yield "gather", sublayer, lambda sublayer, cp, tp, length: gathered_traffic(sublayer, cp, length)
-    for module, _, role in seams_in(modules_with_shard(model, gathered), Role.ATTENTION, *OTHER_STYLES):
+        yield (
+            "gather",
+            sublayer,
+            lambda sublayer, cp, tp, length: gathered_traffic(sublayer, cp, length),
+        )
+    for module, _, role in seams_in(
+        modules_with_shard(model, gathered), Role.ATTENTION, *OTHER_STYLES
+    ):
         if role is Role.ATTENTION:
             style = style_of(module, config)
             assert isinstance(style, str), "`check` comes first"
@@ -118,7 +129,9 @@ def _styled_modules(
             yield OTHER_STYLES[role][0], module, OTHER_STYLES[role][1].traffic
 
 
-def sequence_sharding_of(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> SequenceSharding | None:
+def sequence_sharding_of(
+    model: nn.Module, mesh: Mesh, config: ParallelConfig
+) -> SequenceSharding | None:
     """Return how all ranks shard the sequences of the full model; None without context parallelism.
 
     Attention takes the sharding from the tokens, so it is decided once: the stages of a pipeline may differ in styles.

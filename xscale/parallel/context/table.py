@@ -15,7 +15,12 @@ from xscale.nn.roles import Role
 from xscale.parallel.batch_statistics import SumOverGroup
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.global_tokens import EmbedGlobalTokens
-from xscale.parallel.context.heads import AheadOfShard, FirstStateOfShards, SequenceOfShards, TargetsOfShard
+from xscale.parallel.context.heads import (
+    AheadOfShard,
+    FirstStateOfShards,
+    SequenceOfShards,
+    TargetsOfShard,
+)
 from xscale.parallel.context.mask import ShardedMaskBuilder
 from xscale.parallel.context.moe import GlobalRouting
 from xscale.parallel.context.neighbours import NeighbourExchange

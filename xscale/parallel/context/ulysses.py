@@ -24,7 +24,9 @@ def unsupported_reason(mixer: Any, cp: int, tp: int) -> str | None:
     """Return why heads cannot be sharded over cp; None when they can."""
     heads, core = mixer.heads, getattr(mixer, "core", None)
     period = 1 if core is None else core.head_period
-    if core is not None and any(seams_in(core.modules(), Role.NORM_OVER_HEADS, Role.SUM_OVER_HEADS)):
+    if core is not None and any(
+        seams_in(core.modules(), Role.NORM_OVER_HEADS, Role.SUM_OVER_HEADS)
+    ):
         return "the core reads all heads, of which a rank would have some"
     if heads % (cp * tp * period) == 0:
         return None
@@ -73,9 +75,16 @@ class Ulysses:
         if length == keys:
             q, k, v = sequence_to_heads(sharding, (q, k, v), length)
         else:
-            (q,), (k, v) = sequence_to_heads(sharding, (q,), length), sequence_to_heads(sharding, (k, v), keys)
+            (q,), (k, v) = (
+                sequence_to_heads(sharding, (q,), length),
+                sequence_to_heads(sharding, (k, v), keys),
+            )
         # The scores that layers hand on stay with the heads: each rank has those of all tokens for its own.
-        full = mask.full(first, heads, lambda position, plain: self.core.prefers_relative_bias(position, q, k, plain))
+        full = mask.full(
+            first,
+            heads,
+            lambda position, plain: self.core.prefers_relative_bias(position, q, k, plain),
+        )
         full_mask = replace(full, score_edge=mask.score_edge)
         self.running, self.core.first_head = sharding, self.core.first_head + first
         try:
@@ -90,7 +99,9 @@ class Ulysses:
 
         def hook(parameter: Tensor) -> Tensor:
             local = parameter if inner is None else inner(parameter)
-            name = next(name for name, value in module.named_parameters(recurse=False) if value is parameter)
+            name = next(
+                name for name, value in module.named_parameters(recurse=False) if value is parameter
+            )
             if self.running is None or "heads" not in module.axes[name]:
                 return local
             dim = module.axes[name].index("heads")
@@ -124,10 +135,14 @@ class UlyssesOfReusedScores:
         return heads_to_sequence(sharding, o)
 
 
-def sequence_to_heads(sharding: SequenceSharding, tensors: tuple[Tensor, ...], length: int) -> tuple[Tensor, ...]:
+def sequence_to_heads(
+    sharding: SequenceSharding, tensors: tuple[Tensor, ...], length: int
+) -> tuple[Tensor, ...]:
     """All-to-all of each [B, H, P, K] to [B, H/R, T, K]."""
     ranks = sharding.count
-    split = [x.reshape(x.shape[0], ranks, -1, *x.shape[2:]).movedim(1, 0) for x in tensors]  # [R, B, H/R, P, K]
+    split = [
+        x.reshape(x.shape[0], ranks, -1, *x.shape[2:]).movedim(1, 0) for x in tensors
+    ]  # [R, B, H/R, P, K]
     sizes = [x.shape[2] for x in split]
     received = _all_to_all(sharding, split)
     order = sharding.gather_order(length, received.device)

@@ -50,14 +50,23 @@ class FsdpEngine:
     """Scale of the loss of these gradients."""
 
     def __post_init__(self) -> None:
-        self.trained = [parameter for parameter in self.parameters if parameter.parameter.requires_grad]
+        self.trained = [
+            parameter for parameter in self.parameters if parameter.parameter.requires_grad
+        ]
         names = [parameter.name for parameter in self.trained]
-        self.clip_groups: list[ClipGroup] = clip_groups(names, self.optimizer.config.groups, self.clip_grad_norm)
+        self.clip_groups: list[ClipGroup] = clip_groups(
+            names, self.optimizer.config.groups, self.clip_grad_norm
+        )
         for group in self.clip_groups:
             by_weight: dict[float, list[int]] = {}
             for index in group.members:
                 # A shard that several ranks replicate counts once.
-                weight = self.trained[index].shards / self.trained[index].copies * self.stages / self.world
+                weight = (
+                    self.trained[index].shards
+                    / self.trained[index].copies
+                    * self.stages
+                    / self.world
+                )
                 by_weight.setdefault(weight, []).append(index)
             self.norm_weights.append(by_weight)
 
@@ -87,14 +96,19 @@ class FsdpEngine:
     def group_norms(self) -> dict[str, float]:
         if len(self.clip_groups) == 1:
             return {}
-        return {group.label: norm for group, norm in zip(self.clip_groups, self.grad_norms, strict=True)}
+        return {
+            group.label: norm for group, norm in zip(self.clip_groups, self.grad_norms, strict=True)
+        }
 
     def set_progress(self, progress: float) -> None:
         self.optimizer.set_progress(progress)
 
     def apply(self, lr: float, grad_norm: float) -> None:
         norms = [grad_norm] if len(self.clip_groups) == 1 else self.grad_norms
-        factors = [clip_factor(group.limit, norm) for group, norm in zip(self.clip_groups, norms, strict=True)]
+        factors = [
+            clip_factor(group.limit, norm)
+            for group, norm in zip(self.clip_groups, norms, strict=True)
+        ]
         factor = factors[0]
         if any(other != factor for other in factors):
             for group, factor in zip(self.clip_groups, factors, strict=True):
@@ -152,7 +166,10 @@ class FsdpEngine:
         """This rank's part of the squared norm of the gradients of one clip group, a scalar."""
         implementation = self.kernel_choices.get("squared_norm")
         parts = [
-            weight * squared_norm([self.gradients[index] for index in indices], implementation=implementation)
+            weight
+            * squared_norm(
+                [self.gradients[index] for index in indices], implementation=implementation
+            )
             for weight, indices in by_weight.items()
         ]
         return torch.as_tensor(sum(parts), device=self.device)
@@ -199,7 +216,9 @@ def full_state(parameters: list[ShardedParameter], optimizer: Optimizer) -> dict
     for kind, values in optimizer.states().items():
         prefix = "model." if kind == optimizer.averaged_state else f"optimizer.{kind}."
         state |= {
-            f"{prefix}{parameter.name}": parameter.from_local_like(value, reduced_dims.get(kind), blocks.get(kind, 1))
+            f"{prefix}{parameter.name}": parameter.from_local_like(
+                value, reduced_dims.get(kind), blocks.get(kind, 1)
+            )
             for parameter, value in zip(trained, values, strict=True)
             if value is not None
         }

@@ -40,18 +40,25 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
         problems.append(Problem(f"{path}.pipeline.stages_per_rank", what, choices=choices))
         return problems
     count = schedule.stages(pipeline, pp)
-    on_each_rank = "" if count == pp else f" ({schedule.stages_per_rank(pipeline)} on each of {pp} ranks)"
+    on_each_rank = (
+        "" if count == pp else f" ({schedule.stages_per_rank(pipeline)} on each of {pp} ranks)"
+    )
     if count > blocks:
         what = f"{count} stages{on_each_rank} are more than the model's {blocks} blocks; each needs at least one"
         most = blocks // schedule.stages_per_rank(pipeline)
         degrees = [degree for degree in range(most, 0, -1) if degree < pp]
         choices = take(*degrees) + take("1f1b", key=f"{path}.pipeline.schedule")
-        return [*problems, Problem(f"{path}.mesh.pp", what, "Or take a deeper model.", choices=choices)]
+        return [
+            *problems,
+            Problem(f"{path}.mesh.pp", what, "Or take a deeper model.", choices=choices),
+        ]
     sizes = pipeline.blocks_per_stage
     if sizes is not None and (len(sizes) != count or sum(sizes) != blocks or min(sizes) < 1):
         what = f"{list(sizes)} does not split the model's {blocks} blocks into {count} stages{on_each_rank}"
         example = [blocks // count + (stage < blocks % count) for stage in range(count)]
-        problems.append(Problem(f"{path}.pipeline.blocks_per_stage", what, choices=take(example, None)))
+        problems.append(
+            Problem(f"{path}.pipeline.blocks_per_stage", what, choices=take(example, None))
+        )
         return problems
     stage_blocks = split(model, pipeline, count, length)
     problems += _check_handed_on_scores(model, stage_blocks, config, path, length)
@@ -125,7 +132,9 @@ def _check_handed_on_scores(
     else:
         return []
     blocks = block_paths(model)
-    received = [sent_between(model, blocks[:number], blocks[number:]) for number in range(len(blocks))]
+    received = [
+        sent_between(model, blocks[:number], blocks[number:]) for number in range(len(blocks))
+    ]
     scores = [sum(tensor.score_heads or 0 for tensor in tensors.values()) for tensors in received]
     heads = dict(zip(blocks, scores, strict=True))
     entered = [paths[0] for paths in stage_blocks[1:] if heads[paths[0]]]
@@ -134,7 +143,9 @@ def _check_handed_on_scores(
     count = heads[entered[0]]
     what = f"a stage begins with {entered[0]}, which reads the attention scores of the block before, and {why}"
     if length:
-        what += f"; the scores would be {count} x {length}^2 = {count * length**2:,} numbers a sequence"
+        what += (
+            f"; the scores would be {count} x {length}^2 = {count * length**2:,} numbers a sequence"
+        )
     stages = len(stage_blocks)
     starts = [number for number, block in enumerate(blocks) if number and not heads[block]]
     fix = "" if config.mesh.cp > 1 else "Or take tp, which shards the heads, or ZeRO."
@@ -154,7 +165,9 @@ def _check_two_stacks(model: nn.Module, stage_blocks: list[list[str]], path: str
     if len(layout.stacks) == 1:
         return []
     stages = range(len(stage_blocks))
-    received = [tensor for stage in stages for tensor in edges_read(model, stage_blocks, stage).values()]
+    received = [
+        tensor for stage in stages for tensor in edges_read(model, stage_blocks, stage).values()
+    ]
     problems = []
     if any(tensor.values for tensor in received):
         what = "blocks read the values of the first layer, and stages of an encoder-decoder pass on hidden states alone"
@@ -166,7 +179,11 @@ def _check_two_stacks(model: nn.Module, stage_blocks: list[list[str]], path: str
 def _check_exits(model: nn.Module, stage_blocks: list[list[str]], path: str) -> list[Problem]:
     """Check that each exit has its head on its stage."""
     exits = exits_of(model)
-    away = [block for block, part in exits.items() if part.head is None and block not in stage_blocks[-1]]
+    away = [
+        block
+        for block, part in exits.items()
+        if part.head is None and block not in stage_blocks[-1]
+    ]
     if not away:
         return []
     stack, first = away[0].split(".")[0], stage_blocks[-1][0].split(".")[-1]
@@ -204,7 +221,9 @@ def check_micro_batches(config: ParallelConfig, micros: int, path: str) -> list[
         return []
     name = config.pipeline.schedule
     if name == "interleaved_1f1b" and micros % pp:
-        what = f"'{name}' takes micro-batches in rounds of pp={pp}, and a step has {micros} per rank"
+        what = (
+            f"'{name}' takes micro-batches in rounds of pp={pp}, and a step has {micros} per rank"
+        )
         fix = f"Or make it a multiple of {pp} by train.batch_size or train.micro_batch_size."
         return [Problem(where, what, fix, choices=take("1f1b"))]
     if name == "dualpipe_v" and micros < 2 * pp:

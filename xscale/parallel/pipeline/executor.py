@@ -72,7 +72,9 @@ class PipelineSpec:
     def rank_of(self, stage: int, ranks: int) -> int:
         return schedule_of(self.config).rank_of(stage, ranks)
 
-    def received(self, stage: int, tokens: Tokens, source: Tokens | None, dtype: torch.dtype) -> list[TensorSpec]:
+    def received(
+        self, stage: int, tokens: Tokens, source: Tokens | None, dtype: torch.dtype
+    ) -> list[TensorSpec]:
         """Describe what a stage receives for a micro-batch, and whose gradients it sends back.
 
         `dtype` is that of hidden states; attention scores and residual streams have float32 at least.
@@ -120,7 +122,11 @@ class Pipeline(StagedModel):
     """This rank's stages as one model: its forward passes through all stages of all ranks, without gradients."""
 
     def __init__(
-        self, stages: list[PipelineStage], spec: PipelineSpec, channel: P2PChannel, group: dist.ProcessGroup
+        self,
+        stages: list[PipelineStage],
+        spec: PipelineSpec,
+        channel: P2PChannel,
+        group: dist.ProcessGroup,
     ) -> None:
         """`group` has all ranks of pp; the last stage broadcasts logits over it."""
         copies = {name: len(indices) for name, indices in spec.stages_of_shared_params.items()}
@@ -135,12 +141,17 @@ class Pipeline(StagedModel):
     def connect(self) -> None:
         """Create the communicators of all pairs of ranks whose stages exchange messages. Collective over pp."""
         spec, ranks = self.spec, self.channel.count
-        pairs = [(spec.rank_of(stage - 1, ranks), spec.rank_of(stage, ranks)) for stage in range(1, spec.stages)]
+        pairs = [
+            (spec.rank_of(stage - 1, ranks), spec.rank_of(stage, ranks))
+            for stage in range(1, spec.stages)
+        ]
         for stages in spec.stages_of_shared_params.values():
             pairs += itertools.combinations([spec.rank_of(stage, ranks) for stage in stages], 2)
         self.channel.connect(pairs)
 
-    def forward(self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None
+    ) -> Tensor:
         """Return logits [B, T, V] on every rank; with `targets` the loss on the last stage's rank, 0 on the others."""
         assert not torch.is_grad_enabled(), "training goes through `step`"
         spec, channel = self.spec, self.channel
@@ -150,13 +161,17 @@ class Pipeline(StagedModel):
                 previous = spec.rank_of(index - 1, channel.count)
                 key = ("E", index)
                 if previous != channel.rank:
-                    channel.expect_recv(previous, key, spec.received(index, tokens, source, channel.dtype))
+                    channel.expect_recv(
+                        previous, key, spec.received(index, tokens, source, channel.dtype)
+                    )
                 stage.feed(channel.recv(previous, key))
             output = stage.model(tokens, targets, source)
             stage.clear()
             if not stage.last:
                 receiver = spec.rank_of(index + 1, channel.count)
-                channel.send(receiver, ("E", index + 1), self._checked_outputs(index, tokens, source, output))
+                channel.send(
+                    receiver, ("E", index + 1), self._checked_outputs(index, tokens, source, output)
+                )
         # Some sends stay in flight, so that the next batch can start here while this one is in later stages.
         channel.wait_sends(keep=2 * channel.count)
         return self._broadcast_output(output, targets, tokens)
@@ -168,14 +183,18 @@ class Pipeline(StagedModel):
     def report_waits(self, report: Callable[[object | None], object]) -> None:
         self.channel.on_wait = report
 
-    def _checked_outputs(self, index: int, tokens: Tokens, source: Tokens | None, output: Any) -> list[Tensor]:
+    def _checked_outputs(
+        self, index: int, tokens: Tokens, source: Tokens | None, output: Any
+    ) -> list[Tensor]:
         """Return a stage's outputs as a list, of the shapes and dtypes that the next stage expects."""
         outputs = list(output) if isinstance(output, tuple) else [output]
         for tensor, expected in zip(
             outputs, self.spec.received(index + 1, tokens, source, self.channel.dtype), strict=True
         ):
             actual = TensorSpec(tuple(tensor.shape), tensor.dtype)
-            assert actual == expected, f"stage {index} returned {actual}, and the next stage expects {expected}"
+            assert actual == expected, (
+                f"stage {index} returned {actual}, and the next stage expects {expected}"
+            )
         return outputs
 
     def _broadcast_output(self, output: Any, targets: Tensor | None, tokens: Tokens) -> Tensor:
@@ -189,19 +208,27 @@ class Pipeline(StagedModel):
             shape = torch.tensor(output.shape, device=device)
         source = dist.get_global_rank(self.group, last)
         dist.broadcast(shape, source, group=self.group)
-        logits = output if is_last else torch.empty(shape.tolist(), dtype=self.channel.dtype, device=device)
+        logits = (
+            output
+            if is_last
+            else torch.empty(shape.tolist(), dtype=self.channel.dtype, device=device)
+        )
         logits = logits.contiguous()
         dist.broadcast(logits, source, group=self.group)
         # The last stage has answered, so every message has arrived.
         self.wait_sends()
         return logits
 
-    def step(self, batches: Sequence[MicroBatch], loss: LossFunction, weight: float, phase: Phase) -> Tensor:
+    def step(
+        self, batches: Sequence[MicroBatch], loss: LossFunction, weight: float, phase: Phase
+    ) -> Tensor:
         """Run forward and backward of a step's micro-batches; return the sum of this rank's losses.
 
         Losses are divided by `weight` before backward.
         """
-        table = schedule_of(self.spec.config).table(self.spec.config, self.channel.count, len(batches))
+        table = schedule_of(self.spec.config).table(
+            self.spec.config, self.channel.count, len(batches)
+        )
         actions = table[self.channel.rank]
         runner = MicrobatchRunner(self.stages, loss, weight, self.spec.zero, batches, actions)
         self._expect_messages(table, batches)
@@ -228,7 +255,10 @@ class Pipeline(StagedModel):
         a receive that was posted early would block it, since its sender may wait for this rank.
         """
         shapes = tuple(
-            (tuple(batch.tokens.ids.shape), None if batch.source is None else tuple(batch.source.ids.shape))
+            (
+                tuple(batch.tokens.ids.shape),
+                None if batch.source is None else tuple(batch.source.ids.shape),
+            )
             for batch in batches
         )
         known = shapes in self._trained_shapes
@@ -245,8 +275,12 @@ class Pipeline(StagedModel):
                 if stage in self.stages:
                     batch = batches[action.micro]
                     shaped_as = stage if action.kind == "F" else action.stage
-                    sent = self.spec.received(shaped_as, batch.tokens, batch.source, self.channel.dtype)
-                    self.channel.expect_recv(source, (_direction(action), stage, action.micro), sent)
+                    sent = self.spec.received(
+                        shaped_as, batch.tokens, batch.source, self.channel.dtype
+                    )
+                    self.channel.expect_recv(
+                        source, (_direction(action), stage, action.micro), sent
+                    )
 
     def _sender(self, action: Action) -> int | None:
         """Return the stage whose message an action needs."""
@@ -318,7 +352,9 @@ def _receiver(action: Action, stages: int) -> int | None:
     return other if 0 <= other < stages else None
 
 
-def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.dtype, length: int) -> Pipeline:
+def apply(
+    model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.dtype, length: int
+) -> Pipeline:
     """Split the depth into stages; `length` is that of a sequence (0: unknown)."""
     assert mesh.dense is not None, "a single process has one stage"
     schedule, pp = schedule_of(config.pipeline), mesh.degrees.pp

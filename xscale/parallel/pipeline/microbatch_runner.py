@@ -40,7 +40,13 @@ class MicrobatchRunner:
         actions: list[Action],
     ) -> None:
         """`weight` divides every loss; `zero` is the ZeRO stage."""
-        self.stages, self.loss, self.weight, self.zero, self.batches = stages, loss, weight, zero, batches
+        self.stages, self.loss, self.weight, self.zero, self.batches = (
+            stages,
+            loss,
+            weight,
+            zero,
+            batches,
+        )
         self.final = {action.stage: action for action in actions if action.kind in ("B", "W")}
         """Last backward of each stage."""
         self.saved: dict[tuple[int, int], SavedForward] = {}
@@ -54,7 +60,9 @@ class MicrobatchRunner:
         if action.kind == "W":
             return self._backward_weights(stage, action)
         saved = self.saved[stage.index, action.micro]
-        _set_backward_mode(stage.model, self.zero, last=action == self.final[stage.index], split=action.kind == "I")
+        _set_backward_mode(
+            stage.model, self.zero, last=action == self.final[stage.index], split=action.kind == "I"
+        )
         return self._backward(stage, action, saved, received)
 
     def _forward(self, stage: PipelineStage, micro: int, received: list[Tensor]) -> Any:

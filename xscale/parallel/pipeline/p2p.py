@@ -96,7 +96,9 @@ class P2PChannel:
         while key not in self._receiving:
             assert announced, f"message {key} from rank {source} was never announced"
             next_key, tensors = announced.popleft()
-            buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in tensors]
+            buffers = [
+                torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in tensors
+            ]
             self._receiving[next_key] = [
                 (self._start(dist.irecv, buffer, source, self.rank), buffer) for buffer in buffers
             ]
@@ -126,7 +128,9 @@ class P2PChannel:
         """Return whether every announced message was received."""
         return not self._receiving and not self._local and not any(self._announced.values())
 
-    def _start(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, to: int) -> dist.Work:
+    def _start(
+        self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, to: int
+    ) -> dist.Work:
         source = self.rank if to == peer else peer
         group = self._forward if source < to else self._backward
         work = operation(tensor, self._global_rank(peer), group=group)

@@ -100,7 +100,10 @@ class PipelineSchedule:
 
 def gpipe(pp: int, chunks: int, micros: int) -> ActionTable:
     """Run all forwards, then all backwards."""
-    return [[Action(kind, rank, micro) for kind in ("F", "B") for micro in range(micros)] for rank in range(pp)]
+    return [
+        [Action(kind, rank, micro) for kind in ("F", "B") for micro in range(micros)]
+        for rank in range(pp)
+    ]
 
 
 def one_f_one_b(pp: int, chunks: int, micros: int) -> ActionTable:
@@ -157,7 +160,9 @@ def zero_bubble(pp: int, chunks: int, micros: int) -> ActionTable:
 
 
 def _torch(make: Callable[[int, int], list[list[tuple[ActionKind, int, int]]]]) -> TableMaker:
-    return lambda pp, chunks, micros: [[Action(*action) for action in actions] for actions in make(pp, micros)]
+    return lambda pp, chunks, micros: [
+        [Action(*action) for action in actions] for actions in make(pp, micros)
+    ]
 
 
 SCHEDULES = {

@@ -54,7 +54,9 @@ class Simulation:
         return peak
 
 
-def dependencies(action: Action, stages: int, kinds: Mapping[tuple[int, int], ActionKind]) -> list[Action]:
+def dependencies(
+    action: Action, stages: int, kinds: Mapping[tuple[int, int], ActionKind]
+) -> list[Action]:
     """Return the actions that must end before; `kinds`: (stage, micro) -> whether its backward is B or I."""
     stage, micro = action.stage, action.micro
     if action.kind == "F":
@@ -121,7 +123,8 @@ def draw_text(simulation: Simulation, columns: int = 120) -> str:
     stages = 1 + max(timed.action.stage for actions in simulation.ranks for timed in actions)
     several = stages > len(simulation.ranks)
     label = {
-        timed.action: f"{timed.action.kind}{timed.action.micro}" + (f"/{timed.action.stage}" if several else "")
+        timed.action: f"{timed.action.kind}{timed.action.micro}"
+        + (f"/{timed.action.stage}" if several else "")
         for actions in simulation.ranks
         for timed in actions
     }
@@ -131,7 +134,10 @@ def draw_text(simulation: Simulation, columns: int = 120) -> str:
         line = ""
         for timed in actions:
             line = line.ljust(round(timed.start * cell), ".")
-            line += label[timed.action].ljust(max(cell, round(timed.end * cell) - len(line)), "-")[:-1] + " "
+            line += (
+                label[timed.action].ljust(max(cell, round(timed.end * cell) - len(line)), "-")[:-1]
+                + " "
+            )
         head = f"rank {rank}  "
         full = head + line.ljust(round(simulation.duration * cell), ".")
         lines.append(full if len(full) <= columns else full[: columns - 1] + ">")
@@ -143,15 +149,25 @@ def draw_picture(simulation: Simulation, path: Path, title: str = "") -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(
-        figsize=(min(24.0, 2 + 0.35 * simulation.duration), 1 + 0.5 * len(simulation.ranks)), layout="constrained"
+        figsize=(min(24.0, 2 + 0.35 * simulation.duration), 1 + 0.5 * len(simulation.ranks)),
+        layout="constrained",
     )
     axes = figure.add_subplot()
     for rank, actions in enumerate(simulation.ranks):
         for timed in actions:
             width, colour = timed.end - timed.start, COLOURS[timed.action.kind]
             axes.barh(rank, width, left=timed.start, color=colour, edgecolor="white", height=0.9)
-            axes.text(timed.start + width / 2, rank, str(timed.action.micro), ha="center", va="center", fontsize=7)
-    axes.set_yticks(range(len(simulation.ranks)), [f"rank {rank}" for rank in range(len(simulation.ranks))])
+            axes.text(
+                timed.start + width / 2,
+                rank,
+                str(timed.action.micro),
+                ha="center",
+                va="center",
+                fontsize=7,
+            )
+    axes.set_yticks(
+        range(len(simulation.ranks)), [f"rank {rank}" for rank in range(len(simulation.ranks))]
+    )
     axes.invert_yaxis()
     axes.set_xlabel(f"time in forwards of a stage; {simulation.bubble:.1%} bubble")
     axes.set_title(title)
@@ -163,12 +179,18 @@ def draw_picture(simulation: Simulation, path: Path, title: str = "") -> None:
     figure.savefig(path)
 
 
-def simulate_schedule(model: nn.Module, config: PipelineConfig, pp: int, micros: int, length: int) -> Simulation:
+def simulate_schedule(
+    model: nn.Module, config: PipelineConfig, pp: int, micros: int, length: int
+) -> Simulation:
     """Simulate the schedule of a step with the cost of each stage; `model` is the full one, on meta."""
-    return simulate(schedule_of(config).table(config, pp, micros), _costs(model, config, pp, length))
+    return simulate(
+        schedule_of(config).table(config, pp, micros), _costs(model, config, pp, length)
+    )
 
 
-def estimate(model: nn.Module, config: PipelineConfig, pp: int, micros: int, length: int) -> dict[str, object]:
+def estimate(
+    model: nn.Module, config: PipelineConfig, pp: int, micros: int, length: int
+) -> dict[str, object]:
     """Estimate blocks and cost of each stage, the bubble and the saved micro-batches, and draw the schedule."""
     simulation = simulate_schedule(model, config, pp, micros, length)
     count = schedule_of(config).stages(config, pp)

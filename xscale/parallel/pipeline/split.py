@@ -27,15 +27,26 @@ class StageLayout:
     stacks: tuple[str, ...]
 
 
-STAGE_LAYOUTS = (StageLayout(("embed",), ("stack",)), StageLayout(("source", "target"), ("encoder", "decoder")))
+STAGE_LAYOUTS = (
+    StageLayout(("embed",), ("stack",)),
+    StageLayout(("source", "target"), ("encoder", "decoder")),
+)
 
 
 def stage_layout(model: nn.Module) -> StageLayout | None:
     """Return the model's layout; None when it cannot be split into stages."""
     for layout in STAGE_LAYOUTS:
         # What has no parameters, as a loss on hidden states, stands on each stage.
-        children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
-        children = {name: child for name, child in children.items() if not getattr(child, "beside_stages", False)}
+        children = {
+            name: child
+            for name, child in model.named_children()
+            if any(True for _ in child.parameters())
+        }
+        children = {
+            name: child
+            for name, child in children.items()
+            if not getattr(child, "beside_stages", False)
+        }
         if children.keys() != {*layout.inputs, *layout.stacks, "head"}:
             continue
         embeds = all(_embeds_tokens(children[name]) for name in layout.inputs)
@@ -53,7 +64,11 @@ def block_paths(model: nn.Module) -> list[str]:
     """Return the paths of all blocks, in the order of the forward."""
     layout = stage_layout(model)
     assert layout is not None
-    return [f"{name}.blocks.{layer}" for name in layout.stacks for layer in model.get_submodule(name).blocks]  # type: ignore[union-attr]
+    return [
+        f"{name}.blocks.{layer}"
+        for name in layout.stacks
+        for layer in model.get_submodule(name).blocks  # type: ignore[union-attr]
+    ]
 
 
 def split(model: nn.Module, config: PipelineConfig, stages: int, length: int) -> list[list[str]]:
@@ -79,7 +94,10 @@ def block_costs(model: nn.Module, length: int) -> tuple[list[float], float]:
     assert isinstance(head, Head)
     after = exits_of(model)
     paths = block_paths(model)
-    costs = [cost + float(head.weight.numel()) * (path in after) for path, cost in zip(paths, costs, strict=True)]
+    costs = [
+        cost + float(head.weight.numel()) * (path in after)
+        for path, cost in zip(paths, costs, strict=True)
+    ]
     mtp: Any = getattr(model, "mtp", None)
     if mtp is None:
         return costs, float(head.weight.numel())
@@ -94,7 +112,9 @@ def exits_of(model: nn.Module) -> dict[str, Any]:
     stacks = [(path, module) for path, module in model.named_modules() if isinstance(module, Stack)]
     passes = [(path, part) for path, stack in stacks for part in stack.passes()]
     return {
-        f"{path}.blocks.{layer}": head for path, part in passes for layer, head in part.heads_after_blocks().items()
+        f"{path}.blocks.{layer}": head
+        for path, part in passes
+        for layer, head in part.heads_after_blocks().items()
     }
 
 
@@ -103,7 +123,9 @@ def _cost(block: nn.Module, length: int) -> float:
     total = 0.0
     for sublayer in block.sublayers().values():
         fractions = active_fractions(sublayer)
-        total += sum(value.numel() * fractions.get(name, 1.0) for name, value in sublayer.named_parameters())
+        total += sum(
+            value.numel() * fractions.get(name, 1.0) for name, value in sublayer.named_parameters()
+        )
         if length:
             mixers = [module for module in sublayer.modules() if isinstance(module, Mixer)]
             total += sum(mixer.multiply_adds(length, length) for mixer in mixers) / length
@@ -138,7 +160,9 @@ def balance(blocks: Sequence[float], head: float, stages: int) -> list[int]:
     return [end - start for start, end in pairwise(ends)]
 
 
-def stages_of_shared_params(model: nn.Module, stage_blocks: list[list[str]]) -> dict[str, list[int]]:
+def stages_of_shared_params(
+    model: nn.Module, stage_blocks: list[list[str]]
+) -> dict[str, list[int]]:
     """Return the name of each table that several stages use -> those stages; each has a copy.
 
     These are the embeddings, what the blocks of a stack share, and a student's map of their outputs to a teacher's.
@@ -171,27 +195,42 @@ def stages_of_shared_params(model: nn.Module, stage_blocks: list[list[str]]) -> 
     return {names[key]: sorted(stages) for key, stages in users.items() if len(stages) > 1}
 
 
-def params_shared_by_blocks(stack: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+def params_shared_by_blocks(
+    stack: nn.Module, blocks: Sequence[nn.Module]
+) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters, with their names, of the stack's shared parts that one of `blocks` uses.
 
     These are its position part, the tables of its attention cores and of the positions at the inputs of its blocks, and
     the sublayers that all blocks share.
     """
     assert isinstance(stack, Stack)
-    sublayers = [sublayer for block in blocks if isinstance(block, Block) for sublayer in block.sublayers().values()]
-    positions = [block.position for block in blocks if isinstance(block, Block) and block.position is not None]
+    sublayers = [
+        sublayer
+        for block in blocks
+        if isinstance(block, Block)
+        for sublayer in block.sublayers().values()
+    ]
+    positions = [
+        block.position
+        for block in blocks
+        if isinstance(block, Block) and block.position is not None
+    ]
     modules = [module for part in (*sublayers, *positions) for module in part.modules()]
     shared: list[tuple[str, nn.Parameter]] = []
     for part in stack.passes() if blocks else ():
         if part.used_by_all_blocks:
-            shared += [(f"{part.key}.{name}", parameter) for name, parameter in part.named_parameters()]
+            shared += [
+                (f"{part.key}.{name}", parameter) for name, parameter in part.named_parameters()
+            ]
     for name, attribute, tables in (
         ("position", "position", stack.position),
         ("core_tables", "layer_tables", stack.core_tables),
         ("position_tables", "layer_tables", stack.position_tables),
     ):
         if tables is not None and any(vars(module).get(attribute) is tables for module in modules):
-            shared += [(f"{name}.{parameter}", value) for parameter, value in tables.named_parameters()]
+            shared += [
+                (f"{name}.{parameter}", value) for parameter, value in tables.named_parameters()
+            ]
     return shared
 
 
@@ -206,7 +245,9 @@ def params_shared_across_stages(model: nn.Module, stage_blocks: list[list[str]])
     seen: dict[int, tuple[str, int]] = {}
     shared = []
     for path, module in model.named_modules():
-        at = next((number for block, number in stage.items() if f"{path}.".startswith(f"{block}.")), None)
+        at = next(
+            (number for block, number in stage.items() if f"{path}.".startswith(f"{block}.")), None
+        )
         if at is None or not isinstance(module, Module):
             continue
         for name, parameter in module.named_parameters(recurse=False):

@@ -40,7 +40,9 @@ from xscale.parallel.roles import RoleTable, apply_table, seams_in
 def _leave_out(module: nn.Module, seam: str) -> None:
     """Take a submodule away, or let a method that attaches a loss return its first argument."""
     part = getattr(module, seam)
-    substitute(module, seam, None if part is None or isinstance(part, nn.Module) else lambda x, *_: x)
+    substitute(
+        module, seam, None if part is None or isinstance(part, nn.Module) else lambda x, *_: x
+    )
 
 
 def _send_hidden(model: nn.Module, seam: str) -> None:
@@ -107,7 +109,9 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     assert layout is not None
     paths, last = blocks[index], index == len(blocks) - 1
     shared = set(stages_of_shared_params(model, blocks))
-    is_tied = any(model.get_parameter(name) is model.get_submodule("head").weight for name in shared)
+    is_tied = any(
+        model.get_parameter(name) is model.get_submodule("head").weight for name in shared
+    )
     # Multi-token prediction behind the last block looks tokens up.
     reads_table = is_tied or getattr(model, "mtp", None) is not None
     received = edges_read(model, blocks, index)
@@ -147,7 +151,9 @@ def _one_stack(
     stack = stage.model.get_submodule(layout.stacks[0])
     assert isinstance(stack, Stack)
     if not stage.first:
-        _receive_stream(stage, stack, layout.inputs[0], sublayers, has_table=stage.last and reads_table)
+        _receive_stream(
+            stage, stack, layout.inputs[0], sublayers, has_table=stage.last and reads_table
+        )
     _receive_edges(stage, stack, received)
     if not stage.last:
         substitute(stack, "output", SendStream(stack.stream.to_tensors, sent))
@@ -166,7 +172,10 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
         substitute(stack, "norm", None)
     for part in stack.passes():
         part.keep_blocks(list(stack.blocks))
-    used = {name.split(".")[0] for name, _ in params_shared_by_blocks(stack, list(stack.blocks.values()))}
+    used = {
+        name.split(".")[0]
+        for name, _ in params_shared_by_blocks(stack, list(stack.blocks.values()))
+    }
     if "position" not in used:
         substitute(stack, "position", None)
     if "core_tables" not in used:
@@ -175,7 +184,9 @@ def _keep_blocks(stack: nn.Module, paths: list[str], name: str) -> None:
         substitute(stack, "position_tables", None)
 
 
-def _receive_hidden(stage: PipelineStage, name: str, about: StageInput, *, has_table: bool = False) -> None:
+def _receive_hidden(
+    stage: PipelineStage, name: str, about: StageInput, *, has_table: bool = False
+) -> None:
     """Substitute a stub for the embedding `name`: the stage's next received tensor."""
     embed: Any = stage.model.get_submodule(name)
     table = embed.table if has_table else None
@@ -188,24 +199,35 @@ def edges_read(model: nn.Module, blocks: list[list[str]], index: int) -> dict[st
     return sent_between(model, before, after)
 
 
-def sent_between(model: nn.Module, before: Sequence[str], after: Sequence[str]) -> dict[str, StageInput]:
+def sent_between(
+    model: nn.Module, before: Sequence[str], after: Sequence[str]
+) -> dict[str, StageInput]:
     """Return what the blocks `before` pass on to those `after` them beside hidden states, by name."""
     layout = stage_layout(model)
     assert layout is not None
     for name in layout.stacks:
-        paths_in_stack = [[path for path in paths if path.startswith(f"{name}.")] for paths in (before, after)]
+        paths_in_stack = [
+            [path for path in paths if path.startswith(f"{name}.")] for paths in (before, after)
+        ]
         if not all(paths_in_stack):
             # Between two stacks only the output of the first passes on.
             continue
         stack: Any = model.get_submodule(name)
         blocks = [[model.get_submodule(path) for path in paths] for paths in paths_in_stack]
-        sent = {name: tensor for part in stack.passes() for name, tensor in part.sends(*blocks).items()}
+        sent = {
+            name: tensor for part in stack.passes() for name, tensor in part.sends(*blocks).items()
+        }
         from_source = len(layout.stacks) > 1 and name == layout.stacks[0]
-        return {name: StageInput(from_source=from_source, **vars(tensor)) for name, tensor in sent.items()}
+        return {
+            name: StageInput(from_source=from_source, **vars(tensor))
+            for name, tensor in sent.items()
+        }
     return {}
 
 
-def _receive_stream(stage: PipelineStage, stack: Stack, embed: str, sublayers: int, *, has_table: bool) -> None:
+def _receive_stream(
+    stage: PipelineStage, stack: Stack, embed: str, sublayers: int, *, has_table: bool
+) -> None:
     """Receive the residual stream of the previous stage, behind that many sublayers: the first of its tensors in the
     place of the embedding `embed`."""
     about = StageInput(precise=stack.stream.precise)
@@ -247,10 +269,14 @@ def _two_stacks(
     source, target = layout.inputs
     encoder, decoder = (seam for _, seam, _ in seams_in([model], Role.STACK))
     memory_states = next(_output_states(model.get_submodule(encoder)), None)
-    encodes, decodes = (any(path.startswith(f"{stack}.") for path in paths) for stack in (encoder, decoder))
+    encodes, decodes = (
+        any(path.startswith(f"{stack}.") for path in paths) for stack in (encoder, decoder)
+    )
     starts_encoder, starts_decoder = (f"{stack}.blocks.0" in paths for stack in (encoder, decoder))
     # A decoder may read further inputs before the embeddings of the target.
-    read_by_decoder = [seam for _, seam, _ in seams_in([model], Role.STACK_INPUT) if seam not in layout.inputs]
+    read_by_decoder = [
+        seam for _, seam, _ in seams_in([model], Role.STACK_INPUT) if seam not in layout.inputs
+    ]
     read_by_decoder.append(target)
     if decodes and not starts_decoder:
         for name in read_by_decoder:
@@ -291,6 +317,11 @@ def _with_memory(model: Model) -> Callable[..., tuple[Tensor, ...]]:
 
     def send(_: nn.Module, inputs: tuple[Any, ...], out: Any) -> tuple[Tensor, ...]:
         x, *handed_on = out if isinstance(out, tuple) else (out,)
-        return x, *(inputs[1].get(signal) for signal in model.signals_of_decoder), inputs[2], *handed_on
+        return (
+            x,
+            *(inputs[1].get(signal) for signal in model.signals_of_decoder),
+            inputs[2],
+            *handed_on,
+        )
 
     return send

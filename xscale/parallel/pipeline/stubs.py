@@ -82,7 +82,9 @@ class NoHidden(Module):
 class SendSentences(Module):
     """Stub for the contrastive loss: the states of the sentences by themselves follow those of the text."""
 
-    def attach_loss(self, x: Tensor, tokens: Tokens, alone: Tensor, sentences: Tokens) -> tuple[Tensor, Tensor]:
+    def attach_loss(
+        self, x: Tensor, tokens: Tokens, alone: Tensor, sentences: Tokens
+    ) -> tuple[Tensor, Tensor]:
         return x, alone
 
 
@@ -93,7 +95,9 @@ class ReceivedHandedOn:
     tensors: Mapping[str, ReceivedTensor]
 
     def __call__(self) -> dict[str, Tensor]:
-        return {name: tensor.value for name, tensor in self.tensors.items() if tensor.value is not None}
+        return {
+            name: tensor.value for name, tensor in self.tensors.items() if tensor.value is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,12 @@ class PassThrough(Module):
     """Stub for a stack of another stage: an encoder returns its input, a decoder the memory."""
 
     def forward(
-        self, x: Tensor | None, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None, *_: Any
+        self,
+        x: Tensor | None,
+        tokens: Tokens,
+        memory: Tensor | None = None,
+        source: Tokens | None = None,
+        *_: Any,
     ) -> Tensor | None:
         return x if memory is None else memory
 

@@ -23,7 +23,11 @@ from xscale.parallel.precision.float8_torchao import torchao_product
 
 NEEDS = {"tensor": (8, 9), "row": (9, 0), "mx": (10, 0)}
 """Scaling -> minimal compute capability."""
-SCALES = {"tensor": "a scale per tensor", "row": "a scale per row", "mx": "MXFP8, a scale per 32 elements of a row"}
+SCALES = {
+    "tensor": "a scale per tensor",
+    "row": "a scale per row",
+    "mx": "MXFP8, a scale per 32 elements of a row",
+}
 """Scaling -> how messages call it."""
 KERNELS: dict[str, Callable[[Tensor, Tensor, Float8Scaling], Tensor]] = {
     "torch": float8_product,
@@ -50,7 +54,9 @@ def check(model: nn.Module, config: PrecisionConfig, path: str) -> list[Problem]
     if scaling == "mx" and kernel == "torch":
         what = "float8_kernel=torch has a scale per tensor or per row, and float8 is mx"
         fix = "The kernel emulated shows the numerics on any device."
-        problems.append(Problem(f"{path}.float8_kernel", what, fix, choices=take("torchao", "emulated")))
+        problems.append(
+            Problem(f"{path}.float8_kernel", what, fix, choices=take("torchao", "emulated"))
+        )
     multiple = SIZE_MULTIPLES[scaling]
     if not any(_fits(linear.weight, scaling) for linear in float8_linears(model)):
         what = f"no linear map has sizes that {multiple} divides, so none can use float8"
@@ -125,12 +131,20 @@ def take_torch_kernel(model: nn.Module) -> None:
     for linear in float8_linears(model):
         matmul = linear.matmul
         if isinstance(matmul, Float8Map) and matmul.kernel == "torchao":
-            substitute(linear, "matmul", Float8Map("row" if matmul.scaling == "mx" else matmul.scaling, "torch"))
+            substitute(
+                linear,
+                "matmul",
+                Float8Map("row" if matmul.scaling == "mx" else matmul.scaling, "torch"),
+            )
 
 
 def float8_linears(model: nn.Module) -> list[Linear]:
     """Return the linear maps that use float8."""
-    return [module for module in model.modules() if isinstance(module, Linear) and not module.keeps_precision]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, Linear) and not module.keeps_precision
+    ]
 
 
 def _fits(weight: Tensor, scaling: Float8Scaling) -> bool:

@@ -22,7 +22,9 @@ LOWEST_EXPONENT, HIGHEST_EXPONENT = -127, 127
 """Exponents of the scales of e8m0."""
 
 
-def float8_product(x: Tensor, weight: Tensor, scaling: Float8Scaling, *, emulated: bool = False) -> Tensor:
+def float8_product(
+    x: Tensor, weight: Tensor, scaling: Float8Scaling, *, emulated: bool = False
+) -> Tensor:
     """Return x W^T [N, M] of x [N, K] and weight [M, K], in x's dtype, with gradients that are float8 products too.
 
     `emulated`: the products are of the numbers that float8 stands for, in float32, on any device.
@@ -33,7 +35,9 @@ def float8_product(x: Tensor, weight: Tensor, scaling: Float8Scaling, *, emulate
 
 class _Float8Product(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, scaling: Float8Scaling, emulated: bool) -> Tensor:
+    def forward(
+        context: Any, x: Tensor, weight: Tensor, scaling: Float8Scaling, emulated: bool
+    ) -> Tensor:
         context.save_for_backward(x, weight)
         context.scaling, context.emulated = scaling, emulated
         return float8_matmul(x, weight, scaling, emulated=emulated)
@@ -73,7 +77,9 @@ def float8_matmul(
     if emulated:
         return (dequantize(left, a) @ dequantize(right, b).t()).to(x.dtype)
     assert scaling != "mx", "torch's product has a scale per tensor or per row"
-    result: Tensor = scaled_mm(left, right.t(), a, b.t() if scaling == "row" else b, out_dtype=x.dtype)
+    result: Tensor = scaled_mm(
+        left, right.t(), a, b.t() if scaling == "row" else b, out_dtype=x.dtype
+    )
     return result
 
 
@@ -101,7 +107,9 @@ def _block_scales(largest: Tensor, kind: torch.dtype) -> Tensor:
     """
     mantissa, exponent = torch.frexp(largest / torch.finfo(kind).max)
     # largest = mantissa * 2^exponent with a mantissa from [0.5, 1): a power of two itself has 0.5.
-    rounded_up = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(LOWEST_EXPONENT, HIGHEST_EXPONENT)
+    rounded_up = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(
+        LOWEST_EXPONENT, HIGHEST_EXPONENT
+    )
     scales = torch.ldexp(torch.ones_like(largest), rounded_up)
     return scales.masked_fill(~largest.isfinite(), torch.nan)
 

@@ -19,14 +19,20 @@ RECIPES = {"tensor": "tensorwise", "row": "rowwise"}
 """Scaling -> torchao's recipe."""
 
 
-def torchao_product(x: Tensor, weight: Tensor, scaling: Float8Scaling, *, emulated: bool = False) -> Tensor:
+def torchao_product(
+    x: Tensor, weight: Tensor, scaling: Float8Scaling, *, emulated: bool = False
+) -> Tensor:
     """Return x W^T [N, M] of x [N, K] and weight [M, K], in x's dtype, with gradients that are float8 products too.
 
     `emulated`: torchao multiplies on a CPU what float8 stands for, which tests compare with the definition.
     """
     # The gradient of the weight sums over rows, which torchao takes in multiples; it does not pad MXFP8's.
     padded = pad_rows(x, scaling).contiguous()
-    y = _mxfp8(padded, weight.contiguous(), emulated) if scaling == "mx" else _float8(padded, weight, scaling, emulated)
+    y = (
+        _mxfp8(padded, weight.contiguous(), emulated)
+        if scaling == "mx"
+        else _float8(padded, weight, scaling, emulated)
+    )
     return y[: len(x)]
 
 
@@ -45,8 +51,14 @@ def _configs(recipe: str, emulated: bool) -> tuple[Any, Any]:
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
-    gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-    return config, LinearMMConfig(*(ScaledMMConfig(emulated, gemm.use_fast_accum, False, False) for gemm in gemms))
+    gemms = (
+        config.gemm_config_output,
+        config.gemm_config_grad_input,
+        config.gemm_config_grad_weight,
+    )
+    return config, LinearMMConfig(
+        *(ScaledMMConfig(emulated, gemm.use_fast_accum, False, False) for gemm in gemms)
+    )
 
 
 def _mxfp8(x: Tensor, weight: Tensor, emulated: bool) -> Tensor:

@@ -45,7 +45,9 @@ def check(config: PrecisionConfig, path: str) -> list[Problem]:
         if scaling == LossScaleConfig():
             return []
         what = f"{config.compute} has the range of float32, and its loss is not scaled"
-        return [Problem(where, what, "Or leave it out.", choices=take("float16", key=f"{path}.compute"))]
+        return [
+            Problem(where, what, "Or leave it out.", choices=take("float16", key=f"{path}.compute"))
+        ]
     for key in ("initial", "minimum"):
         value = getattr(scaling, key)
         if math.frexp(value)[0] != 0.5 or value > LARGEST:

@@ -24,7 +24,9 @@ def apply(model: nn.Module, compute: torch.dtype, master: torch.dtype) -> None:
     compute_hook, master_hook = param_hook(compute), param_hook(master)
     for module in model.modules():
         if isinstance(module, Module):
-            substitute(module, "param_hook", master_hook if module.keeps_precision else compute_hook)
+            substitute(
+                module, "param_hook", master_hook if module.keeps_precision else compute_hook
+            )
 
 
 def set_float32_matmul(precision: str) -> None:

@@ -40,15 +40,29 @@ SAVED_OPS = frozenset(
         *(f"aten::{name}" for name in ("mm", "addmm", "_scaled_mm", "_grouped_mm")),
         *(
             f"aten::_scaled_dot_product_{name}"
-            for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+            for name in (
+                "flash_attention",
+                "flash_attention_for_cpu",
+                "efficient_attention",
+                "cudnn_attention",
+            )
         ),
         *(
             f"xscale::{name}"
-            for name in ("block_sparse_attention", "packed_attention", "varlen_attention", "linear_attention")
+            for name in (
+                "block_sparse_attention",
+                "packed_attention",
+                "varlen_attention",
+                "linear_attention",
+            )
         ),
         *(f"xscale::{name}" for name in ("grouped_gemm", "grouped_plain", "grouped_gated")),
         # What `packed_attention` calls on a GPU, outside of its operator: FlashAttention-3 and 2, and torch's copy.
-        *("flash_attn_3::_flash_attn_forward", "flash_attn_3::fwd", "flash_attn::_flash_attn_varlen_forward"),
+        *(
+            "flash_attn_3::_flash_attn_forward",
+            "flash_attn_3::fwd",
+            "flash_attn::_flash_attn_varlen_forward",
+        ),
         "torch_attn::_varlen_attn",
     }
 )
@@ -60,7 +74,8 @@ def save_matmul_outputs() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the contexts of a block's forward and of its recomputation: `context_fn` of torch.utils.checkpoint."""
     saved: deque[tuple[str, Any]] = deque()
     return _InterceptMatmuls(
-        lambda name, run: _save(saved, name, run), lambda tensor: _allow_view_in_place(saved, tensor)
+        lambda name, run: _save(saved, name, run),
+        lambda tensor: _allow_view_in_place(saved, tensor),
     ), _InterceptMatmuls(lambda name, _: _load(saved, name), lambda _: None)
 
 
@@ -71,7 +86,9 @@ class _InterceptMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, result: Callable[[str, Callable[[], Any]], Any], view_in_place: Callable[[Tensor], None]
+        self,
+        result: Callable[[str, Callable[[], Any]], Any],
+        view_in_place: Callable[[Tensor], None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.result = result
@@ -80,7 +97,11 @@ class _InterceptMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether saved operators run as others do, since the output of a function that calls them is saved."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = func._schema.name
         if name in SAVED_OPS and not self.is_paused:
@@ -95,7 +116,11 @@ def save_output(name: str, run: Callable[[], Output]) -> Output:
 
     For a function that reduces the outputs of several saved operators to one, and sends messages between them.
     """
-    active = [mode for mode in torch_private._get_current_dispatch_mode_stack() if isinstance(mode, _InterceptMatmuls)]
+    active = [
+        mode
+        for mode in torch_private._get_current_dispatch_mode_stack()
+        if isinstance(mode, _InterceptMatmuls)
+    ]
     if not active or active[-1].is_paused:
         return run()
     mode = active[-1]
@@ -138,12 +163,16 @@ def _allow_view_in_place(saved: deque[tuple[str, Any]], tensor: Tensor) -> None:
     `torch.matmul` of a vector and a matrix is `mm`, and `squeeze_` of what it returns.
     """
     for _, output in saved:
-        tree_map_only(_SavedOutput, lambda saved_output: saved_output.allow_view_in_place(tensor), output)
+        tree_map_only(
+            _SavedOutput, lambda saved_output: saved_output.allow_view_in_place(tensor), output
+        )
 
 
 def _load(saved: deque[tuple[str, Any]], name: str) -> Any:
     forward_name, output = saved.popleft()
-    assert forward_name == name, f"the forward ran {forward_name} where its recomputation runs {name}"
+    assert forward_name == name, (
+        f"the forward ran {forward_name} where its recomputation runs {name}"
+    )
     return tree_map_only(_SavedOutput, _SavedOutput.value, output)
 
 
@@ -153,7 +182,9 @@ def check(parallel: ParallelConfig, path: str) -> list[Problem]:
     every, uncompiled = take(1, key=f"{where}.every"), take(False, key=f"{path}.compile")
     problems = []
     if config.granularity != "full" and not config.every:
-        what = f"granularity={config.granularity} needs recomputed blocks, and every=0 recomputes none"
+        what = (
+            f"granularity={config.granularity} needs recomputed blocks, and every=0 recomputes none"
+        )
         problems.append(Problem(f"{where}.granularity", what, choices=take("full") + every))
     elif config.granularity != "full" and parallel.compile:
         what = "torch.compile chooses by itself what compiled blocks save for backward"
@@ -164,7 +195,11 @@ def check(parallel: ParallelConfig, path: str) -> list[Problem]:
     elif config.offload and config.granularity != "full":
         what = f"granularity={config.granularity} keeps the outputs of matmuls on the device, far more than the inputs"
         problems.append(
-            Problem(f"{where}.offload", what, choices=take(False) + take("full", key=f"{where}.granularity"))
+            Problem(
+                f"{where}.offload",
+                what,
+                choices=take(False) + take("full", key=f"{where}.granularity"),
+            )
         )
     return [*problems, *_check_regather(parallel, where)]
 
@@ -176,7 +211,14 @@ def check_model(model: nn.Module, parallel: ParallelConfig, path: str) -> list[P
     if not parallel.recompute.offload or not several:
         return []
     what = f"{several[0].form}, and one input of a block is offloaded"
-    return [Problem(f"{path}.recompute.offload", what, "Or take stacks with block.residual=pre.", choices=take(False))]
+    return [
+        Problem(
+            f"{path}.recompute.offload",
+            what,
+            "Or take stacks with block.residual=pre.",
+            choices=take(False),
+        )
+    ]
 
 
 def _check_regather(parallel: ParallelConfig, where: str) -> list[Problem]:
@@ -190,10 +232,14 @@ def _check_regather(parallel: ParallelConfig, where: str) -> list[Problem]:
         problems.append(Problem(key_path, what, fix, choices=take(False)))
     if config.every == 1:
         what = "every block is recomputed, so none saves gathered activations"
-        problems.append(Problem(key_path, what, choices=take(False) + take(0, 2, key=f"{where}.every")))
+        problems.append(
+            Problem(key_path, what, choices=take(False) + take(0, 2, key=f"{where}.every"))
+        )
     if parallel.compile:
         what = "torch.compile chooses by itself what compiled blocks save for backward"
-        problems.append(Problem(key_path, what, choices=take(False) + take(False, key="parallel.compile")))
+        problems.append(
+            Problem(key_path, what, choices=take(False) + take(False, key="parallel.compile"))
+        )
     return problems
 
 
@@ -229,7 +275,9 @@ class CheckpointedBlocks:
         """`offload` keeps the inputs of the recomputed blocks; None: the device does."""
         self.config = config
         self.offload = offload
-        self.contexts = save_matmul_outputs if config.granularity == "selective" else noop_context_fn
+        self.contexts = (
+            save_matmul_outputs if config.granularity == "selective" else noop_context_fn
+        )
 
     def __call__(self, block: Block, *inputs: Any) -> Any:
         if not is_recomputed(block.path, self.config) or not block.training:
@@ -251,7 +299,9 @@ def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Cal
     tokens = [argument for argument in inputs if isinstance(argument, Tokens)]
     shared = [(about.shared_values, about.shared_values.copy()) for about in tokens]
     # The tokens of a decoder and of its source may have the same statistics.
-    stats = {id(stats): stats for about in tokens if (stats := about.forward.stats) is not None}.values()
+    stats = {
+        id(stats): stats for about in tokens if (stats := about.forward.stats) is not None
+    }.values()
     before = [(collected, collected.copy()) for collected in stats]
     is_recomputation = False
 

@@ -19,7 +19,9 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor, before: "HostCopy | None") -> None:
         self.tensor = tensor
-        self.before: Callable[[], HostCopy | None] = (lambda: None) if before is None else weakref.ref(before)
+        self.before: Callable[[], HostCopy | None] = (
+            (lambda: None) if before is None else weakref.ref(before)
+        )
         self.returning: Tensor | None = None
         """The copy on its way back to the device; None: it has not begun."""
 
@@ -35,7 +37,9 @@ class ActivationOffload:
         self._latest: weakref.ref[HostCopy] | None = None
         self._stream: Any = None
 
-    def run(self, checkpointed: Callable[..., Any], forward: Callable[..., Any], x: Tensor, *inputs: Any) -> Any:
+    def run(
+        self, checkpointed: Callable[..., Any], forward: Callable[..., Any], x: Tensor, *inputs: Any
+    ) -> Any:
         """Return forward(x, *inputs), with x [B, T, D] kept for its recomputation in CPU memory.
 
         `checkpointed(function, *inputs)` is torch's checkpoint, which keeps the inputs that it is given: so it is given
@@ -44,7 +48,10 @@ class ActivationOffload:
         copy, first, requires_grad = self.copy_out(x.detach()), [x], x.requires_grad
 
         def run(_: Tensor, *inputs: Any) -> Any:
-            return forward(first.pop() if first else self.copy_back(copy).requires_grad_(requires_grad), *inputs)
+            return forward(
+                first.pop() if first else self.copy_back(copy).requires_grad_(requires_grad),
+                *inputs,
+            )
 
         return checkpointed(run, x.new_empty(0), *inputs)
 

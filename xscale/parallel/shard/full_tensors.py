@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor, Shard
 from xscale.mesh.collectives import all_gather, all_to_all
 from xscale.mesh.torch_private import _StridedShard
 from xscale.nn.post_step import WeightWriter
-from xscale.optim.full_tensors import LocalSum, MatrixFunction, MatrixPart, UnshardedTensors, parts_of
+from xscale.optim.full_tensors import (
+    LocalSum,
+    MatrixFunction,
+    MatrixPart,
+    UnshardedTensors,
+    parts_of,
+)
 from xscale.parallel.shard.sharded import shard_like, to_local
 
 
@@ -38,7 +44,10 @@ class ShardedDim:
 
     def sizes(self) -> list[int]:
         """Length of each rank's shard."""
-        return [max(0, min(self.chunk, self.length - rank * self.chunk)) for rank in range(self.group.size())]
+        return [
+            max(0, min(self.chunk, self.length - rank * self.chunk))
+            for rank in range(self.group.size())
+        ]
 
     def shard(self, x: Tensor) -> Tensor:
         """View of this rank's shard of `x`, which has all of the dim."""
@@ -65,7 +74,9 @@ def sharded_dims(parameter: Tensor) -> list[ShardedDim]:
             sharded = ShardedDim(placement.dim, mesh.get_group(axis), lengths[placement.dim])
             lengths[placement.dim] = sharded.sizes()[sharded.group.rank()]
             dims.append(sharded)
-    assert tuple(lengths) == parameter.to_local().shape, f"shard {lengths} of {parameter.placements}"
+    assert tuple(lengths) == parameter.to_local().shape, (
+        f"shard {lengths} of {parameter.placements}"
+    )
     return dims[::-1]
 
 
@@ -138,8 +149,14 @@ class ShardedTensors:
         values = [total.value for total in sums]
         by_groups: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[int]]] = {}
         for index, total in enumerate(sums):
-            groups = [sharded.group for sharded in self.sharded_dims[total.weight] if sharded.dim in total.dims]
-            by_groups.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(index)
+            groups = [
+                sharded.group
+                for sharded in self.sharded_dims[total.weight]
+                if sharded.dim in total.dims
+            ]
+            by_groups.setdefault(tuple(group.group_name for group in groups), (groups, []))[
+                1
+            ].append(index)
         for groups, indices in by_groups.values():
             if not groups:
                 continue
@@ -154,20 +171,26 @@ class ShardedTensors:
         return [value / count for value, count in zip(values, counts, strict=True)]
 
     def map_matrices(
-        self, weights: Sequence[int], operand: Callable[[MatrixPart], Tensor], function: MatrixFunction
+        self,
+        weights: Sequence[int],
+        operand: Callable[[MatrixPart], Tensor],
+        function: MatrixFunction,
     ) -> Iterator[tuple[MatrixPart, Tensor]]:
         unsplit: list[int] = []
         by_group: dict[str, list[_SplitPart]] = {}
         local_tensors = [to_local(parameter) for parameter in self.parameters]
         for weight in weights:
             local = local_tensors[weight]
-            splits = [sharded for sharded in self.sharded_dims[weight] if sharded.dim >= local.dim() - 2]
+            splits = [
+                sharded for sharded in self.sharded_dims[weight] if sharded.dim >= local.dim() - 2
+            ]
             if not splits:
                 unsplit.append(weight)
                 continue
             group = splits[0].group
             by_group.setdefault(group.group_name, []).extend(
-                _SplitPart(part, splits, local) for part in parts_of(weight, tuple(local.shape), group.size())
+                _SplitPart(part, splits, local)
+                for part in parts_of(weight, tuple(local.shape), group.size())
             )
         yield from UnshardedTensors(local_tensors).map_matrices(unsplit, operand, function)
         for split_parts in by_group.values():
@@ -200,17 +223,26 @@ def _one_round(
     group = split_parts[0].splits[0].group
     ranks, rank = group.size(), group.rank()
     owned = split_parts[rank] if rank < len(split_parts) else None
-    outgoing = [split.part.of(split.local).numel() for split in split_parts] + [0] * (ranks - len(split_parts))
+    outgoing = [split.part.of(split.local).numel() for split in split_parts] + [0] * (
+        ranks - len(split_parts)
+    )
     shapes = [] if owned is None else owned.shapes()
     incoming = [math.prod(shape) for shape in shapes] or [0] * ranks
     shards = [operand(split.part) for split in split_parts]
-    result = received = all_to_all(torch.cat([shard.flatten() for shard in shards]), outgoing, incoming, group)
+    result = received = all_to_all(
+        torch.cat([shard.flatten() for shard in shards]), outgoing, incoming, group
+    )
     del shards
     if owned is not None:
         owners, *inner_dims = owned.splits
-        pieces = [piece.view(shape) for piece, shape in zip(_split(received, incoming), shapes, strict=True)]
+        pieces = [
+            piece.view(shape)
+            for piece, shape in zip(_split(received, incoming), shapes, strict=True)
+        ]
         computed = _on_whole(torch.cat(pieces, owners.dim), inner_dims, function)
-        result = torch.cat([piece.flatten() for piece in _split(computed, owners.sizes(), owners.dim)])
+        result = torch.cat(
+            [piece.flatten() for piece in _split(computed, owners.sizes(), owners.dim)]
+        )
     returned = all_to_all(result, incoming, outgoing, group)
     for split, piece in zip(split_parts, _split(returned, outgoing), strict=False):
         yield split.part, piece.view(split.part.of(split.local).shape)

@@ -49,7 +49,9 @@ class GatheredActivation:
     def gather(self) -> Tensor:
         """Return the full activation; the first call is collective."""
         if self.backward is None:
-            self.backward = all_gather(self.shard, 1, self.group).narrow(1, 0, self.length).contiguous()
+            self.backward = (
+                all_gather(self.shard, 1, self.group).narrow(1, 0, self.length).contiguous()
+            )
         return self.backward
 
     def _discard(self, _: Tensor) -> None:
@@ -89,7 +91,9 @@ class SaveShards:
     def _pack(self, saved: Tensor) -> Tensor | SavedView:
         for activation in self.activations:
             if activation.is_aliased_by(saved):
-                return SavedView(activation, tuple(saved.shape), saved.stride(), int(saved.storage_offset()))
+                return SavedView(
+                    activation, tuple(saved.shape), saved.stride(), int(saved.storage_offset())
+                )
         return saved
 
 
@@ -126,7 +130,11 @@ class TensorRegion:
 
         `tokens` are those of the full sequence.
         """
-        return gather_in(x, tokens.ids.shape[1], self.group) if self.sequence else copy_in(x, self.group)
+        return (
+            gather_in(x, tokens.ids.shape[1], self.group)
+            if self.sequence
+            else copy_in(x, self.group)
+        )
 
     def exit(self, y: Tensor) -> Tensor:
         """Reduce-scatter or all-reduce a partial sum out of a region: [B, T, D] -> [B, T/R or T, D]."""
@@ -140,7 +148,9 @@ class TensorRegion:
 
     def shard_tokens(self, tokens: Tokens) -> Tokens:
         """Slice this rank's part of the sequence from each field of the tokens."""
-        return tokens.map_fields(lambda value, about: self.shard(value, about.fill) if TOKENS in about.names else value)
+        return tokens.map_fields(
+            lambda value, about: self.shard(value, about.fill) if TOKENS in about.names else value
+        )
 
 
 def wrap_region(part: nn.Module, region: TensorRegion, *, regather: bool = False) -> None:
@@ -158,7 +168,11 @@ def wrap_region(part: nn.Module, region: TensorRegion, *, regather: bool = False
             further_inputs = [region.enter(memory, source), source]
             gathered.append((memory, further_inputs[0]))
         if regather and torch.is_grad_enabled():
-            saving.append(SaveShards([GatheredActivation(shard, full, region.group) for shard, full in gathered]))
+            saving.append(
+                SaveShards(
+                    [GatheredActivation(shard, full, region.group) for shard, full in gathered]
+                )
+            )
             saving[-1].enter()
         return gathered[0][1], _scale_auxiliary_loss(tokens, region.count), *further_inputs
 
@@ -184,7 +198,11 @@ def all_reduce_replicated_grads(part: nn.Module, region: TensorRegion) -> None:
     """Substitute parameter hooks that all-reduce the gradients of replicated parameters inside a region."""
     for module in part.modules():
         # Experts that tp does not shard are sharded over its ranks by ep or ZeRO, which also sum their gradients.
-        if isinstance(module, Module) and module.axes and not (region.experts_replicated and holds_experts(module)):
+        if (
+            isinstance(module, Module)
+            and module.axes
+            and not (region.experts_replicated and holds_experts(module))
+        ):
             substitute(module, "param_hook", region_param_hook(module, region))
 
 
@@ -196,7 +214,9 @@ def region_param_hook(module: Module, region: TensorRegion) -> Callable[[Tensor]
     inner = module.param_hook
     parameters = module.named_parameters(recurse=False)
     row_parallel = {
-        module.axes[name][:-1] for name, parameter in parameters if shard_dim(parameter, "tp") == parameter.dim() - 1
+        module.axes[name][:-1]
+        for name, parameter in parameters
+        if shard_dim(parameter, "tp") == parameter.dim() - 1
     }
     biases = [name for name, axes in module.axes.items() if axes in row_parallel]
 

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from xscale.mesh.torch_private import _StridedShard, compute_local_shape_and_global_offset, reset_sharded_parameters
+from xscale.mesh.torch_private import (
+    _StridedShard,
+    compute_local_shape_and_global_offset,
+    reset_sharded_parameters,
+)
 from xscale.nn.init import draw
 from xscale.nn.materialize import replace_parameters
 from xscale.nn.module import (
@@ -54,10 +58,16 @@ class ShardedParameter:
         if not isinstance(value, DTensor):
             return 1
         # A dim that is sharded twice is a _StridedShard on one of the axes, which is no subclass of Shard.
-        is_sharded = [isinstance(placement, Shard | _StridedShard) for placement in value.placements]
-        return math.prod(value.device_mesh.size(dim) for dim, sharded in enumerate(is_sharded) if sharded)
+        is_sharded = [
+            isinstance(placement, Shard | _StridedShard) for placement in value.placements
+        ]
+        return math.prod(
+            value.device_mesh.size(dim) for dim, sharded in enumerate(is_sharded) if sharded
+        )
 
-    def from_local_like(self, local: Tensor, reduced_dim: int | None = None, block: int = 1) -> Tensor:
+    def from_local_like(
+        self, local: Tensor, reduced_dim: int | None = None, block: int = 1
+    ) -> Tensor:
         """Return a local shard, such as an optimizer state's, with this parameter's global shape and placements.
 
         `reduced_dim`, counted from the last as -1: a dim that the state lacks, over whose shards it is the same.
@@ -75,7 +85,9 @@ class ShardedParameter:
             shape = torch.Size([*shape[:dim], *shape[dim + 1 :]])
             stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
             placements = tuple(_without_dim(placement, dim) for placement in placements)
-        return DTensor.from_local(local, value.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            local, value.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        )
 
 
 def _without_dim(placement: Placement, dim: int) -> Placement:
@@ -119,9 +131,18 @@ def stage_models(model: nn.Module) -> list[nn.Module]:
 def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
     """Return every parameter of this rank once, in the model's order."""
     if isinstance(model, StagedModel):
-        parameters = [parameter for stage in model.models for parameter in sharded_parameters(stage)]
-        return [replace(parameter, copies=model.copies.get(parameter.name, 1)) for parameter in parameters]
-    axes, decays, linear_maps = parameter_axes(model), parameter_decays(model), linear_map_names(model)
+        parameters = [
+            parameter for stage in model.models for parameter in sharded_parameters(stage)
+        ]
+        return [
+            replace(parameter, copies=model.copies.get(parameter.name, 1))
+            for parameter in parameters
+        ]
+    axes, decays, linear_maps = (
+        parameter_axes(model),
+        parameter_decays(model),
+        linear_map_names(model),
+    )
     ratios = parameter_width_ratios(model)
     return [
         ShardedParameter(
@@ -145,7 +166,12 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         local = local.narrow(dim, start, length)
     return DTensor.from_local(
-        local.contiguous(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local.contiguous(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 
@@ -153,7 +179,9 @@ def local_shape_and_offset(parameter: Tensor) -> tuple[tuple[int, ...], tuple[in
     """Return the shape of this rank's shard and its offset in the full tensor."""
     if not isinstance(parameter, DTensor):
         return tuple(parameter.shape), (0,) * parameter.dim()
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     return tuple(shape), tuple(offset)
 
 
@@ -164,7 +192,12 @@ def empty_like_local(parameter: Tensor, device: torch.device, dtype: torch.dtype
 
 
 def materialize(
-    model: nn.Module, seed: int, device: torch.device, master: torch.dtype, *, draw_weights: bool = True
+    model: nn.Module,
+    seed: int,
+    device: torch.device,
+    master: torch.dtype,
+    *,
+    draw_weights: bool = True,
 ) -> None:
     """Fill a model on meta with the initial weights of (seed, name): the same full tensors on every layout.
 

@@ -42,7 +42,13 @@ def data_parallel_mesh(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMe
     return mesh[replicate, shard] if mesh.size(names.index(replicate)) > 1 else mesh[shard]
 
 
-RULES: dict[Axis, str] = {"heads": "tp", "kv_heads": "tp", "ffn": "tp", "vocab": "tp", "experts": "ep"}
+RULES: dict[Axis, str] = {
+    "heads": "tp",
+    "kv_heads": "tp",
+    "ffn": "tp",
+    "vocab": "tp",
+    "experts": "ep",
+}
 """Axes that are not listed are replicated by tp and ep. ZeRO shards every parameter, by size and not by name."""
 
 
@@ -52,7 +58,10 @@ def placements(axes: tuple[Axis, ...], mesh: DeviceMesh) -> "tuple[Placement, ..
 
     assert mesh.mesh_dim_names is not None
     mesh_axes = [RULES.get(axis) for axis in axes]
-    return tuple(Shard(mesh_axes.index(name)) if name in mesh_axes else Replicate() for name in mesh.mesh_dim_names)
+    return tuple(
+        Shard(mesh_axes.index(name)) if name in mesh_axes else Replicate()
+        for name in mesh.mesh_dim_names
+    )
 
 
 def holds_experts(module: Module) -> bool:
@@ -75,7 +84,9 @@ def shard_dim(parameter: torch.Tensor, axis: str) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, replicated: Collection[str] = ()) -> None:
+def apply(
+    model: nn.Module, mesh: Mesh, config: ParallelConfig, replicated: Collection[str] = ()
+) -> None:
     """Shard a model on meta; the parameters named in `replicated` are left as they are."""
     if mesh.dense is None or mesh.experts is None:
         return
@@ -83,13 +94,18 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, replicated: Coll
     dense = dense_mesh(mesh, config)["tp"] if degrees.tp > 1 else None
     experts = dense
     if degrees.has_expert_layout:
-        axes = tuple(name for name, degree in (("ep", degrees.ep), ("tp", degrees.expert_tp)) if degree > 1)
+        axes = tuple(
+            name for name, degree in (("ep", degrees.ep), ("tp", degrees.expert_tp)) if degree > 1
+        )
         experts = expert_mesh(mesh, config)[axes] if axes else None
     shard_parameters(model, dense, experts, replicated)
 
 
 def shard_parameters(
-    model: nn.Module, dense: DeviceMesh | None, experts: DeviceMesh | None, replicated: Collection[str] = ()
+    model: nn.Module,
+    dense: DeviceMesh | None,
+    experts: DeviceMesh | None,
+    replicated: Collection[str] = (),
 ) -> None:
     """Replace parameters by this rank's shards.
 
@@ -104,12 +120,16 @@ def shard_parameters(
         layout = placements(axes[name], mesh)
         if not any(placement.is_shard() for placement in layout):
             return parameter
-        return nn.Parameter(_local_shard(parameter, mesh, layout), requires_grad=parameter.requires_grad)
+        return nn.Parameter(
+            _local_shard(parameter, mesh, layout), requires_grad=parameter.requires_grad
+        )
 
     replace_parameters(model, shard)
 
 
-def _local_shard(full: nn.Parameter, mesh: DeviceMesh, layout: "tuple[Placement, ...]") -> "DTensor":
+def _local_shard(
+    full: nn.Parameter, mesh: DeviceMesh, layout: "tuple[Placement, ...]"
+) -> "DTensor":
     from torch.distributed.tensor import DTensor, Shard
 
     assert full.is_meta, "a parameter is sharded before it has storage"
@@ -117,6 +137,10 @@ def _local_shard(full: nn.Parameter, mesh: DeviceMesh, layout: "tuple[Placement,
     for mesh_dim, placement in enumerate(layout):
         if isinstance(placement, Shard):
             size = -(-shape[placement.dim] // mesh.size(mesh_dim))
-            shape[placement.dim] = max(0, min(size, shape[placement.dim] - mesh.get_local_rank(mesh_dim) * size))
+            shape[placement.dim] = max(
+                0, min(size, shape[placement.dim] - mesh.get_local_rank(mesh_dim) * size)
+            )
     local = torch.empty(shape, device="meta", dtype=full.dtype)
-    return DTensor.from_local(local, mesh, layout, run_check=False, shape=full.shape, stride=full.stride())
+    return DTensor.from_local(
+        local, mesh, layout, run_check=False, shape=full.shape, stride=full.stride()
+    )

@@ -19,7 +19,12 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.blocks.block import Block
 from xscale.nn.module import Module
 from xscale.parallel.config import ParallelConfig
-from xscale.parallel.shard.sharding import data_parallel_mesh, dense_mesh, expert_mesh, holds_experts
+from xscale.parallel.shard.sharding import (
+    data_parallel_mesh,
+    dense_mesh,
+    expert_mesh,
+    holds_experts,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
@@ -39,7 +44,9 @@ def check(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem]:
     return []
 
 
-def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.dtype, master: torch.dtype) -> None:
+def apply(
+    model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.dtype, master: torch.dtype
+) -> None:
     """Shard every block, the experts over their own ranks, and the remaining parameters as one group."""
     if mesh.dense is None or mesh.experts is None:
         return
@@ -47,14 +54,20 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.d
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     dense = data_parallel_mesh(dense_mesh(mesh, config), "dp_replicate", "dp_shard")
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False
+    )
     reshard = config.zero.stage == 3
     unsharded_experts: set[nn.Parameter] = set()
     for module in _experts(model) if mesh.degrees.has_expert_layout else []:
         parameters = module.named_parameters(recurse=False)
-        expert_parameters = {parameter for name, parameter in parameters if "experts" in module.axes[name]}
+        expert_parameters = {
+            parameter for name, parameter in parameters if "experts" in module.axes[name]
+        }
         if mesh.degrees.expert_shard * mesh.degrees.dp_replicate > 1:
-            expert_data = data_parallel_mesh(expert_mesh(mesh, config), "dp_replicate", "expert_shard")
+            expert_data = data_parallel_mesh(
+                expert_mesh(mesh, config), "dp_replicate", "expert_shard"
+            )
             fully_shard(
                 module,
                 mesh=expert_data,
@@ -70,8 +83,15 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig, compute: torch.d
         "ignored_params": unsharded_experts,
         "shard_placement_fn": choose_shard_dim(dense.size(dense.ndim - 1)),
     }
-    exact: Any = {**options, "mp_policy": MixedPrecisionPolicy(reduce_dtype=master, cast_forward_inputs=False)}
-    for part in [module for module in model.modules() if isinstance(module, Module) and module.keeps_precision]:
+    exact: Any = {
+        **options,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=master, cast_forward_inputs=False),
+    }
+    for part in [
+        module
+        for module in model.modules()
+        if isinstance(module, Module) and module.keeps_precision
+    ]:
         if compute != master and list(part.parameters()):
             fully_shard(part, reshard_after_forward=reshard, **exact)
     for block in [module for module in model.modules() if isinstance(module, Block)]:
@@ -97,8 +117,14 @@ def _set_prefetch(model: nn.Module, ahead: int) -> None:
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for number, block in enumerate(blocks) if ahead else ():
         assert isinstance(block, FSDPModule)
-        following = [module for later in blocks[number + 1 : number + 1 + ahead] for module in later.modules()]
-        block.set_modules_to_forward_prefetch([module for module in following if isinstance(module, FSDPModule)])
+        following = [
+            module
+            for later in blocks[number + 1 : number + 1 + ahead]
+            for module in later.modules()
+        ]
+        block.set_modules_to_forward_prefetch(
+            [module for module in following if isinstance(module, FSDPModule)]
+        )
 
 
 def choose_shard_dim(shards: int) -> "Callable[[nn.Parameter], Shard | None]":
@@ -112,10 +138,16 @@ def choose_shard_dim(shards: int) -> "Callable[[nn.Parameter], Shard | None]":
         if not isinstance(parameter, DTensor):
             return None
         shape = parameter.to_local().shape
-        sharded_dims = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
+        sharded_dims = {
+            placement.dim for placement in parameter.placements if isinstance(placement, Shard)
+        }
         preferred = sorted(range(len(shape)), key=lambda dim: dim in sharded_dims)
         # fully_shard shards only the first dim unevenly.
-        usable = [dim for dim in preferred if shape[dim] % shards == 0 or (dim == 0 and dim not in sharded_dims)]
+        usable = [
+            dim
+            for dim in preferred
+            if shape[dim] % shards == 0 or (dim == 0 and dim not in sharded_dims)
+        ]
         return Shard(usable[0] if usable else 0)
 
     return choose
@@ -134,4 +166,6 @@ def set_gradient_sync(model: nn.Module, config: ParallelConfig, *, last: bool) -
 
 
 def _experts(model: nn.Module) -> list[Module]:
-    return [module for module in model.modules() if isinstance(module, Module) and holds_experts(module)]
+    return [
+        module for module in model.modules() if isinstance(module, Module) and holds_experts(module)
+    ]

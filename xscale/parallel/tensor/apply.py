@@ -38,7 +38,9 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         # A part that says itself why it cannot be sharded needs no other reason.
         if not any(own_problems.get(module) for module in part.modules()):
             problems += _check_part(part, where)
-    problems += [problem for problems_of_module in own_problems.values() for problem in problems_of_module]
+    problems += [
+        problem for problems_of_module in own_problems.values() for problem in problems_of_module
+    ]
     for mixer, *_ in seams_in(model.modules(), Role.FIRST_HEAD):
         for key, count in mixer.head_counts.items():
             problems += _check_divides(count, tp, where, key)
@@ -60,7 +62,9 @@ def _check_sizes(model: nn.Module, config: ParallelConfig, where: str) -> list[P
                 problems.append(Problem(where, what, fix, choices=lower))
             if axis == "vocab" and size <= (tp - 1) * -(-size // tp):
                 what = f"vocabulary of {size} leaves some of tp={tp} ranks with no rows"
-                lower = take(*[degree for degree in range(1, tp) if size > (degree - 1) * -(-size // degree)])
+                lower = take(
+                    *[degree for degree in range(1, tp) if size > (degree - 1) * -(-size // degree)]
+                )
                 problems.append(Problem(where, what, "Or take a larger vocabulary.", choices=lower))
     return problems
 
@@ -68,11 +72,18 @@ def _check_sizes(model: nn.Module, config: ParallelConfig, where: str) -> list[P
 def _check_part(part: nn.Module, where: str) -> list[Problem]:
     assert isinstance(part, Module)
     modules = [module for module in part.modules() if isinstance(module, Module)]
-    if any(RULES.get(axis) == "tp" for module in modules for axes in module.axes.values() for axis in axes):
+    if any(
+        RULES.get(axis) == "tp"
+        for module in modules
+        for axes in module.axes.values()
+        for axis in axes
+    ):
         return []
     kind = getattr(getattr(part, "Config", None), "kind", type(part).__name__)
     what = f"'{kind}' has neither heads nor hidden units that tp could shard"
-    mixers_or_ffns = instead("mixer", kind, ["attention"]) + instead("ffn", kind, ["dense", "gated", "moe"])
+    mixers_or_ffns = instead("mixer", kind, ["attention"]) + instead(
+        "ffn", kind, ["dense", "gated", "moe"]
+    )
     return [Problem(where, what, choices=take(1) + mixers_or_ffns)]
 
 
@@ -83,20 +94,36 @@ def _check_divides(heads: int, tp: int, where: str, key: str = "heads") -> list[
 
 
 SENT: dict[Role, tuple[str, Callable[[Any, int, int, bool], float]]] = {
-    Role.REGION: ("regions", lambda module, width, tp, sequence_parallel: 2 * (tp - 1) / tp * width),
-    Role.SUM_OVER_HEADS: ("regions", lambda module, width, tp, _: 2 * (tp - 1) / tp * module.summed_channels),
-    Role.NORM_OVER_HEADS: ("regions", lambda module, width, tp, _: (tp - 1) / tp * module.gathered_channels),
-    Role.EMBEDDING: ("vocabulary", lambda module, width, tp, sequence_parallel: 2 * (tp - 1) / tp * width),
+    Role.REGION: (
+        "regions",
+        lambda module, width, tp, sequence_parallel: 2 * (tp - 1) / tp * width,
+    ),
+    Role.SUM_OVER_HEADS: (
+        "regions",
+        lambda module, width, tp, _: 2 * (tp - 1) / tp * module.summed_channels,
+    ),
+    Role.NORM_OVER_HEADS: (
+        "regions",
+        lambda module, width, tp, _: (tp - 1) / tp * module.gathered_channels,
+    ),
+    Role.EMBEDDING: (
+        "vocabulary",
+        lambda module, width, tp, sequence_parallel: 2 * (tp - 1) / tp * width,
+    ),
     # The loss sends two numbers a token to every other rank, and no logits.
     Role.VOCABULARY_LOSS: (
         "vocabulary",
-        lambda module, width, tp, sequence_parallel: (tp - 1) / tp * width * sequence_parallel + 2 * (tp - 1),
+        lambda module, width, tp, sequence_parallel: (
+            (tp - 1) / tp * width * sequence_parallel + 2 * (tp - 1)
+        ),
     ),
 }
 """Role -> what its elements are counted as, and those that a rank sends for a token: of (module, width, tp, sp)."""
 
 
-def estimate(model: nn.Module, config: ParallelConfig, length: int, source: int = 0) -> dict[str, float]:
+def estimate(
+    model: nn.Module, config: ParallelConfig, length: int, source: int = 0
+) -> dict[str, float]:
     """Estimate the elements a rank sends over tp in the forward of one sequence, by sender; backward sends as many.
 
     `length` and `source` are the lengths of the two sequences. An all-reduce sends each element twice, except a rank's
@@ -117,10 +144,16 @@ def estimate(model: nn.Module, config: ParallelConfig, length: int, source: int 
     for module, seam, role in seams_in(model.modules(), *SENT):
         path = paths[module]
         tokens: float = source if path.split(".")[0] in ("encoder", "source") else length
-        tokens *= next((fraction for prefix, fraction in pooled.items() if path.startswith(prefix)), 1.0)
+        tokens *= next(
+            (fraction for prefix, fraction in pooled.items() if path.startswith(prefix)), 1.0
+        )
         kind, elements = SENT[role]
         sent[kind] += elements(module, width, tp, sequence_parallel) * tokens
-        if role is Role.REGION and sequence_parallel and getattr(getattr(module, seam), "cross", False):
+        if (
+            role is Role.REGION
+            and sequence_parallel
+            and getattr(getattr(module, seam), "cross", False)
+        ):
             # The other sequence enters the region too.
             sent[kind] += (tp - 1) / tp * width * source
     return sent
@@ -145,6 +178,8 @@ def apply(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
         dense_mesh(mesh, config)["tp"].get_group(),
         config.tensor.sequence,
         experts_replicated=mesh.degrees.expert_tp == 1,
-        regathers=lambda path: recompute.regather_sequence_parallel_input and not is_recomputed(path, recompute),
+        regathers=lambda path: (
+            recompute.regather_sequence_parallel_input and not is_recomputed(path, recompute)
+        ),
     )
     apply_table(TENSOR | sequence.SEQUENCE if region.sequence else TENSOR, model.modules(), region)

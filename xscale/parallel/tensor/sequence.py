@@ -44,7 +44,9 @@ def check(model: nn.Module, path: str) -> list[Problem]:
         traits = NORMS.get(kind).traits
         if traits.batch_statistics or not traits.per_token:
             what = f"norm '{kind}' reads all tokens of the batch, and each rank would have a shard of the sequence"
-            choices = take(False) + instead("norm", kind, NORMS.able(per_token=True, batch_statistics=False))
+            choices = take(False) + instead(
+                "norm", kind, NORMS.able(per_token=True, batch_statistics=False)
+            )
             problems[kind] = Problem(path, what, choices=choices)
     return list(problems.values())
 

@@ -23,7 +23,11 @@ from xscale.parallel.layout_invariant_random import HiddenOverTensor, draw_for_a
 from xscale.parallel.roles import RoleTable, wrap_by
 from xscale.parallel.shard.region import TensorRegion, all_reduce_replicated_grads, wrap_region
 from xscale.parallel.shard.sharding import holds_experts, shard_dim
-from xscale.parallel.tensor.vocabulary import ShardTokenRows, VocabParallelCrossEntropy, VocabParallelEmbedding
+from xscale.parallel.tensor.vocabulary import (
+    ShardTokenRows,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,11 @@ def _head_bias(attention: Any, seam: str, region: TensorRegion) -> None:
     position = getattr(attention, seam)
     if position is None or not position.adds_bias or any(True for _ in position.parameters()):
         return
-    full_bias, first, count = position.bias, region.first_of(attention.heads), attention.heads // region.count
+    full_bias, first, count = (
+        position.bias,
+        region.first_of(attention.heads),
+        attention.heads // region.count,
+    )
 
     def bias(queries: Tensor, keys: Tensor) -> Tensor | None:
         value = full_bias(queries, keys)
@@ -130,7 +138,9 @@ def _first_row(table: Tensor, region: TensorRegion) -> int:
 
 def _lookup(embedding: Embedding, seam: str, region: TensorRegion) -> None:
     """Each rank looks up the ids of its rows of the table, and the sum over ranks has all."""
-    substitute(embedding, seam, VocabParallelEmbedding(region, _first_row(embedding.weight, region)))
+    substitute(
+        embedding, seam, VocabParallelEmbedding(region, _first_row(embedding.weight, region))
+    )
 
 
 def _unpadded(head: Head) -> int:
@@ -148,7 +158,9 @@ def _vocabulary_loss(head: Head, seam: str, region: TensorRegion) -> None:
     kernel = head.kernel_choices.get("vocab_cross_entropy")
     first = _first_row(head.weight, region)
     unpadded = _unpadded(head)
-    substitute(head, seam, VocabParallelCrossEntropy(region, first, unpadded, kernel, head.soft_cap))
+    substitute(
+        head, seam, VocabParallelCrossEntropy(region, first, unpadded, kernel, head.soft_cap)
+    )
 
     def enter(_: nn.Module, inputs: tuple[Tensor, Tensor | None, Tokens]) -> tuple[Any, ...]:
         x, targets, tokens = inputs

@@ -14,7 +14,12 @@ from xscale.mesh.collectives import all_gather, sum_out
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.parallel.shard.region import TensorRegion
 from xscale_kernels.cross_entropy import LossTerms
-from xscale_kernels.vocab_cross_entropy import Statistics, vocab_gradients, vocab_loss, vocab_statistics
+from xscale_kernels.vocab_cross_entropy import (
+    Statistics,
+    vocab_gradients,
+    vocab_loss,
+    vocab_statistics,
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,12 @@ class VocabParallelCrossEntropy:
     """Soft cap of the logits; None: no cap."""
 
     def __call__(
-        self, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+        self,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> Tensor:
         """Return the summed loss of x [N, D] in the region, this rank's rows of the weight and targets [N].
 
@@ -104,11 +114,15 @@ class _VocabParallelLoss(torch.autograd.Function):
         loss: VocabParallelCrossEntropy,
         terms: LossTerms,
     ) -> Tensor:
-        local = vocab_statistics(x, weight, targets, loss.first, terms=terms, implementation=loss.kernel)
+        local = vocab_statistics(
+            x, weight, targets, loss.first, terms=terms, implementation=loss.kernel
+        )
         # One all-gather for the log-sums and target logits of all ranks, and for the sums of logits with label
         # smoothing: 2 or 3 numbers a token.
         summed = (local.picked, local.total) if terms.label_smoothing else (local.picked,)
-        gathered = all_gather(torch.stack((local.lse, *summed))[None], 0, loss.region.group)  # [R, 2 or 3, N]
+        gathered = all_gather(
+            torch.stack((local.lse, *summed))[None], 0, loss.region.group
+        )  # [R, 2 or 3, N]
         totals = gathered[:, 1:].sum(0)
         combined = Statistics(gathered[:, 0].logsumexp(0), totals[0], totals[-1])
         context.save_for_backward(x, weight, targets, combined.lse)

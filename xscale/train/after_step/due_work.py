@@ -58,7 +58,9 @@ class DueWork:
         return (
             Due(("report",), _always, self._report),
             Due(("agree",), _always, self._agree),
-            Due(("garbage collection",), _always, lambda _: self.garbage.after_step(self.state.step)),
+            Due(
+                ("garbage collection",), _always, lambda _: self.garbage.after_step(self.state.step)
+            ),
             Due(("rollback",), _is_undone, self._roll_back),
             Due(("limit",), self._is_limit, lambda _: self.stop.request("train.stop_after")),
             Due(self.work.names(), _is_kept, lambda _: self._work_after_step()),

@@ -58,7 +58,10 @@ class RankFacts:
         moved = ranks.on_rank0(Path(self.parts.settings.run.dir), self.lock.folder_moved_to)
         what = f"the run folder was deleted, moved or replaced during step {step}, or another run has it"
         if moved is not None and is_good:
-            what, engine = f"the run folder was moved to {moved} during step {step}", self.parts.stepper.engine
+            what, engine = (
+                f"the run folder was moved to {moved} during step {step}",
+                self.parts.stepper.engine,
+            )
             with contextlib.suppress(FaultError):
                 self.saves.wait()
             try:
@@ -72,4 +75,8 @@ class RankFacts:
         return f"{what}, so nothing can be saved. {fix}."
 
     def _of_this_rank(self) -> list[float]:
-        return [float(self.stop.flag), float(not self.lock.is_in_place()), float(self.saves.is_writing)]
+        return [
+            float(self.stop.flag),
+            float(not self.lock.is_in_place()),
+            float(self.saves.is_writing),
+        ]

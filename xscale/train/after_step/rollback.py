@@ -52,7 +52,9 @@ class Rollback:
         folder = Path(parts.settings.run.dir) / "checkpoints"
         verify, group = parts.settings.checkpoint.verify, parts.mesh.background
         self.watchdog.heartbeat("rollback", seconds=parts.settings.parallel.io_timeout_seconds)
-        restored = loading.restore(folder, tensors, verify=verify, group=group, check=state_check(parts))
+        restored = loading.restore(
+            folder, tensors, verify=verify, group=group, check=state_check(parts)
+        )
         assert restored.loaded is not None, "the run saves before its first step"
         # The checkpoint on the disk stays the newest, so that the resumed run repeats this.
         self.stop.check()
@@ -71,6 +73,10 @@ class Rollback:
         first, end = self.state.skipped_samples[-1]
         self.counts[step] = self.counts.get(step, 0) + 1
         if self.counts[step] > limit:
-            raise SpikeError(f"step {at}: {reason}, after {limit} rollbacks to step {step} (train.rollback_limit)")
+            raise SpikeError(
+                f"step {at}: {reason}, after {limit} rollbacks to step {step} (train.rollback_limit)"
+            )
         self.observer.rolled_back(step)
-        self.observer.message(f"step {at}: {reason}; rolled back to step {step}, skipping samples {first} to {end - 1}")
+        self.observer.message(
+            f"step {at}: {reason}; rolled back to step {step}, skipping samples {first} to {end - 1}"
+        )

@@ -57,10 +57,18 @@ class RunSaver:
         counters, config = state.encode(engine), encode(parts.settings)
         in_flight = self.facts.ranks_that_save > 0
         started = self.saves.save(
-            state.step, tensors, counters, config, required=must, copy_in_background=True, in_flight=in_flight
+            state.step,
+            tensors,
+            counters,
+            config,
+            required=must,
+            copy_in_background=True,
+            in_flight=in_flight,
         )
         if started.skipped:
-            self.observer.message(f"step {state.step} is not saved: the previous save is still in flight")
+            self.observer.message(
+                f"step {state.step} is not saved: the previous save is still in flight"
+            )
             return
         self.saved_step = state.step
         self._stalls[state.step] = started.stall_seconds
@@ -76,9 +84,13 @@ class RunSaver:
         """Copy the state into memory that outlives this process."""
         assert self.memory is not None, "the config wants no checkpoint in memory"
         parts, state = self.parts, self.state
-        self.watchdog.heartbeat("save in memory", seconds=parts.settings.parallel.longest_timeout_seconds)
+        self.watchdog.heartbeat(
+            "save in memory", seconds=parts.settings.parallel.longest_timeout_seconds
+        )
         engine = parts.stepper.engine
-        self.saves.save_in_memory(self.memory, state.step, engine.state_tensors(), state.encode(engine))
+        self.saves.save_in_memory(
+            self.memory, state.step, engine.state_tensors(), state.encode(engine)
+        )
 
     def wait_for_copy(self) -> None:
         """Wait until the save in flight has copied the weights, which the update is about to change."""
@@ -101,4 +113,6 @@ class RunSaver:
             if save.path is not None:
                 self.observer.saved(save.step, save.path, stall)
             else:
-                self.observer.message(f"step {save.step} could not be {action}: {save.error}; training continues")
+                self.observer.message(
+                    f"step {save.step} could not be {action}: {save.error}; training continues"
+                )

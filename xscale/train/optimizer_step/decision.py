@@ -34,7 +34,9 @@ class StepPolicy(Protocol):
         """Return what happens instead of the update; None: this policy has nothing against it."""
         ...
 
-    def record(self, gradients: StepGradients, decision: StepDecision, means: dict[str, Tensor]) -> None:
+    def record(
+        self, gradients: StepGradients, decision: StepDecision, means: dict[str, Tensor]
+    ) -> None:
         """Note in the run's state, after the step, what was decided, and report a step of its own that is skipped.
 
         `means`: the statistics of the step over all ranks. FaultError where the run must end.

@@ -39,12 +39,18 @@ class LossScaling:
         reason = f"gradients overflow; the loss scale falls from {scaling.scale:g} to {following.scale:g}"
         return StepDecision("lower_loss_scale", reason)
 
-    def record(self, gradients: StepGradients, decision: StepDecision, means: dict[str, Tensor]) -> None:
+    def record(
+        self, gradients: StepGradients, decision: StepDecision, means: dict[str, Tensor]
+    ) -> None:
         """Report a step that is skipped for its overflow, which is no fault of the data or the weights."""
         if decision.action == "lower_loss_scale":
-            self.observer.message(f"step {self.state.step}: {decision.reason}, and the step is skipped")
+            self.observer.message(
+                f"step {self.state.step}: {decision.reason}, and the step is skipped"
+            )
 
     def _scaling(self) -> LossScale | None:
         if self.config.compute != "float16":
             return None
-        return LossScale(self.state.loss_scale or self.config.loss_scale.initial, self.state.loss_scale_steps)
+        return LossScale(
+            self.state.loss_scale or self.config.loss_scale.initial, self.state.loss_scale_steps
+        )

@@ -33,7 +33,9 @@ class LossSpikes:
         decision = decide(self.config, self.state.losses, gradients.loss, gradients.grad_norm)
         return None if decision.accepted else decision
 
-    def record(self, gradients: StepGradients, decision: StepDecision, means: dict[str, Tensor]) -> None:
+    def record(
+        self, gradients: StepGradients, decision: StepDecision, means: dict[str, Tensor]
+    ) -> None:
         """Remember the loss of an accepted step; count and report another. SpikeError where the run must end."""
         state, train = self.state, self.config
         if decision.accepted:
@@ -49,7 +51,9 @@ class LossSpikes:
         if routers := nonfinite(means):
             what += f", with non-finite routing in {', '.join(routers)}"
         if decision.action == "stop":
-            raise SpikeError(f"{what}; the policy is to stop. The last checkpoint is older than this step")
+            raise SpikeError(
+                f"{what}; the policy is to stop. The last checkpoint is older than this step"
+            )
         if decision.action == "rollback":
             return
         self.observer.message(f"{what}; the step is skipped ({state.skipped_in_a_row} in a row)")
@@ -62,7 +66,9 @@ def decide(train: TrainConfig, losses: Sequence[float], loss: float, norm: float
     """Decide about a step by its loss, its gradient norm and the `losses` of the steps before, oldest first."""
     spike = train.spike
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        return StepDecision(train.nonfinite, f"the loss ({loss}) or the gradient norm ({norm}) is not finite")
+        return StepDecision(
+            train.nonfinite, f"the loss ({loss}) or the gradient norm ({norm}) is not finite"
+        )
     if spike.policy == "none" or len(losses) < spike.window // 2:
         return StepDecision("accept")
     threshold = spike_threshold(losses, spike.deviations, spike.floor)

@@ -60,7 +60,9 @@ class OptimizerStep:
         self.watchdog.heartbeat("start", state.step)
         with stepper.timer.phase("data"):
             batch, targets = self.batches.take()
-        gradients = stepper.compute_gradients(batch.micro_batches, self.loss_scaling.scale, targets, self.scalars)
+        gradients = stepper.compute_gradients(
+            batch.micro_batches, self.loss_scaling.scale, targets, self.scalars
+        )
         decision = decide_by(self.policies, gradients)
         lr = self.settings.optimizer.lr * self.schedule.factor(state.step)
         self.before_update()

@@ -25,7 +25,9 @@ class StepStatistics:
         return self._mean_over_stages(*tally.copy(), self._mesh.device)
 
 
-def logged_values(means: dict[str, Tensor], group_norms: Mapping[str, float]) -> dict[str, Statistic]:
+def logged_values(
+    means: dict[str, Tensor], group_norms: Mapping[str, float]
+) -> dict[str, Statistic]:
     """Return what a row of the metrics has of the means and of the gradient norms by group. The host waits here."""
     on_cpu = copy_to_cpu(means)
     norms = {f"{group}/grad_norm": norm for group, norm in group_norms.items()}

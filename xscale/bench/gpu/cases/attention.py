@@ -33,8 +33,13 @@ CORE_NAMES = ("linear", "performer", "delta", "rfa", "nsa", "moba", "local_trans
 def cases(context: GpuContext) -> list[GpuCase]:
     """Dense attention at each length, then sparse cores at each length."""
     lengths = context.size(LENGTHS, (128, 256))
-    dense = [GpuCase(f"dense, T={T}", partial(_dense, context, T), 60.0, GOALS.get(T, "")) for T in lengths]
-    return dense + [GpuCase(f"sparse, T={T}", partial(_sparse, context, T), 60.0) for T in reversed(lengths)]
+    dense = [
+        GpuCase(f"dense, T={T}", partial(_dense, context, T), 60.0, GOALS.get(T, ""))
+        for T in lengths
+    ]
+    return dense + [
+        GpuCase(f"sparse, T={T}", partial(_sparse, context, T), 60.0) for T in reversed(lengths)
+    ]
 
 
 def _dense(context: GpuContext, T: int, report: CaseReporter) -> None:
@@ -51,7 +56,9 @@ def _dense(context: GpuContext, T: int, report: CaseReporter) -> None:
 
     def by_library(name: str) -> Call:
         documents = torch.zeros(B, T, dtype=torch.int64, device=q.device)
-        return lambda q, k, v: packed_attention(q, k, v, documents, causal=True, implementation=name)
+        return lambda q, k, v: packed_attention(
+            q, k, v, documents, causal=True, implementation=name
+        )
 
     libraries = {name: by_library(name) for name in ("flash_attn_3", "flash_attn")}
     sides: Mapping[str, Call] = {**sdpa_sides(), "FlexAttention": by_flex, **libraries}
@@ -66,7 +73,11 @@ def _sparse(context: GpuContext, T: int, report: CaseReporter) -> None:
         for name in PATTERN_NAMES
         if name in {pattern.name for pattern in PATTERNS}
     }
-    configs |= {entry.name: entry.part.Config() for entry in CORES if entry.name in CORE_NAMES and entry.traits.causal}
+    configs |= {
+        entry.name: entry.part.Config()
+        for entry in CORES
+        if entry.name in CORE_NAMES and entry.traits.causal
+    }
     configs = {"softmax": CORES.get("softmax").part.Config(), **configs}
     for name, config in configs.items():
         report.measure(name, partial(_core, context, config, T, heads))

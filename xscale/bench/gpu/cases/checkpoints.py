@@ -46,7 +46,13 @@ def _stall(context: GpuContext, report: CaseReporter) -> None:
     def run() -> Any:
         megabytes, repeats = context.size((2048, 2), (1, 1))
         seconds = context.size(2.0, 0.01)
-        return stall(context.work, megabytes=megabytes, repeats=repeats, work_seconds=seconds, device=context.device)
+        return stall(
+            context.work,
+            megabytes=megabytes,
+            repeats=repeats,
+            work_seconds=seconds,
+            device=context.device,
+        )
 
     stalls = report.attempt("stall", run)
     if stalls is not None:

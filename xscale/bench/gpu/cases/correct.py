@@ -54,7 +54,9 @@ def _run(context: GpuContext, name: str, report: CaseReporter) -> None:
         command += ["--timeout", "120"]
     counts: dict[str, int] = {}
     report.begin("tests")
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="")
@@ -66,12 +68,22 @@ def _run(context: GpuContext, name: str, report: CaseReporter) -> None:
         if kind in ("FAILED", "ERROR") and counts[kind] <= FIRST_FAILURES:
             report.figure(test[:160], status="failed", reason="see the log")
     status = process.wait()
-    text = ", ".join(f"{number} {kind.lower()}" for kind, number in sorted(counts.items())) or "no tests"
+    text = (
+        ", ".join(f"{number} {kind.lower()}" for kind, number in sorted(counts.items()))
+        or "no tests"
+    )
     # Without a GPU all are skipped, which is right in a toy run only.
     run = counts.get("PASSED", 0) + (counts.get("SKIPPED", 0) if context.toy else 0)
     good = status == 0 and run > 0
-    fields = {} if good else {"status": "failed", "reason": f"pytest ended with status {status}: {text}"}
-    report.figure("tests", tests={kind.lower(): number for kind, number in counts.items()}, note=text, **fields)
+    fields = (
+        {} if good else {"status": "failed", "reason": f"pytest ended with status {status}: {text}"}
+    )
+    report.figure(
+        "tests",
+        tests={kind.lower(): number for kind, number in counts.items()},
+        note=text,
+        **fields,
+    )
 
 
 def outcome_of(line: str) -> tuple[str, str] | None:

@@ -48,7 +48,9 @@ def _run(context: GpuContext, name: str, report: CaseReporter) -> None:
         report.measure(side, partial(_measure, context, MODELS[name], compiled, graph))
 
 
-def _measure(context: GpuContext, overrides: Sequence[str], compiled: bool, graph: bool) -> Mapping[str, Any]:
+def _measure(
+    context: GpuContext, overrides: Sequence[str], compiled: bool, graph: bool
+) -> Mapping[str, Any]:
     if context.device == "cpu" and (compiled or graph):
         raise ConfigError("bench gpu", "graphs need a GPU")
     recipe = training_recipe(

@@ -17,7 +17,10 @@ RECIPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "8 experts, top-2": ("moe_gpu", ()),
     "8 experts, top-2, recomputation": ("moe_gpu", (RECOMPUTE,)),
     "64 experts, top-8": ("moe_gpu", FINE),
-    "dense 1.3B, 16k tokens": ("dense_1b", ("data.sequence_length=16384", "train.micro_batch_size=1", RECOMPUTE)),
+    "dense 1.3B, 16k tokens": (
+        "dense_1b",
+        ("data.sequence_length=16384", "train.micro_batch_size=1", RECOMPUTE),
+    ),
 }
 
 
@@ -39,13 +42,19 @@ def _run(context: GpuContext, name: str, report: CaseReporter) -> None:
     def run() -> Mapping[str, Any]:
         recipe, overrides = RECIPES[name]
         emulated = ["precision.float8_kernel=emulated"] if context.toy and "float8" in name else []
-        comparison = compare_memory(training_recipe(context, recipe, ["train.batch_size=8", *overrides, *emulated]))
+        comparison = compare_memory(
+            training_recipe(context, recipe, ["train.batch_size=8", *overrides, *emulated])
+        )
         return {
             "megabytes": comparison.measured / 2**20,
             "predicted_megabytes": comparison.predicted / 2**20,
             "predicted_total_megabytes": comparison.predicted_total / 2**20,
-            "reserved_megabytes": None if comparison.reserved is None else comparison.reserved / 2**20,
-            "driver_megabytes": None if comparison.of_driver is None else comparison.of_driver / 2**20,
+            "reserved_megabytes": None
+            if comparison.reserved is None
+            else comparison.reserved / 2**20,
+            "driver_megabytes": None
+            if comparison.of_driver is None
+            else comparison.of_driver / 2**20,
             "predicted_ratio": comparison.ratio,
             "note": f"predicted / measured {comparison.ratio:.3f}",
         }

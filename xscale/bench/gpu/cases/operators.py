@@ -13,7 +13,15 @@ from xscale_kernels.select import operators
 
 LATER = ("packed_attention", "block_sparse_attention")
 """Operators that jobs of their own measure at more sizes; here they come last."""
-FIRST = ("rmsnorm", "linear_cross_entropy", "grouped_gemm", "adamw", "gated_activation", "rope", "cross_entropy")
+FIRST = (
+    "rmsnorm",
+    "linear_cross_entropy",
+    "grouped_gemm",
+    "adamw",
+    "gated_activation",
+    "rope",
+    "cross_entropy",
+)
 """Operators of every model, in the order of the time that they take."""
 HEADLINES = {
     "rmsnorm": ">= 1.0 of torch's own norm, >= 90 % of the bandwidth",
@@ -42,7 +50,9 @@ def measure_operator(operator: str, context: GpuContext, report: CaseReporter) -
     """Report a row for each implementation in each of the operator's cases; in a toy run in the first."""
     device = context.device
     limits = device_ceilings(device, context.toy)
-    for number, case in enumerate(importlib.import_module(f"xscale_kernels.{operator}.cases").cases(device)):
+    for number, case in enumerate(
+        importlib.import_module(f"xscale_kernels.{operator}.cases").cases(device)
+    ):
         if context.toy and number:
             return
         label = f"{operator} {case.label}".replace("torch.", "")
@@ -53,7 +63,9 @@ def measure_operator(operator: str, context: GpuContext, report: CaseReporter) -
         # A compiler for a CPU takes minutes for all operators.
         measured = with_compiled(case) if device == "cuda" else case
         seconds = 0.0 if context.toy else SECONDS
-        for row in measure_case(operator, measured, device, baseline(measured.ways), limits, seconds, begin):
+        for row in measure_case(
+            operator, measured, device, baseline(measured.ways), limits, seconds, begin
+        ):
             values: dict[str, Any] = {"case": label, "reason": row.refused or None}
             if row.milliseconds is None:
                 refused = "refused" if row.refused and "Error" not in row.refused else "failed"
@@ -82,4 +94,8 @@ def baseline(ways: Any) -> str:
 @cache
 def device_ceilings(device: str, toy: bool) -> tuple[float, float]:
     """FLOP/s and bytes/s that the device reaches, measured once a process."""
-    return (1e12, 1e11) if toy else ceilings(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    return (
+        (1e12, 1e11)
+        if toy
+        else ceilings(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    )

@@ -27,7 +27,11 @@ def cases(context: GpuContext) -> list[GpuCase]:
     """One case for each shape."""
     shapes = context.size(SHAPES, ((1, 256, 4, 2, 32, 4),))
     return [
-        GpuCase(f"B={B} T={T} H={H} kv={G} K={K} documents={d}", partial(_run, context, (B, T, H, G, K, d)), 60.0)
+        GpuCase(
+            f"B={B} T={T} H={H} kv={G} K={K} documents={d}",
+            partial(_run, context, (B, T, H, G, K, d)),
+            60.0,
+        )
         for B, T, H, G, K, d in shapes
     ]
 
@@ -49,16 +53,23 @@ def document_ids(B: int, T: int, count: int, device: torch.device) -> Tensor:
 
 def visible_pairs(documents: Tensor) -> float:
     """Count the pairs of a query and a key of the same document, the query not before the key; documents [B, T]."""
-    apart = documents + (documents.max() + 1) * torch.arange(len(documents), device=documents.device)[:, None]
+    apart = (
+        documents
+        + (documents.max() + 1) * torch.arange(len(documents), device=documents.device)[:, None]
+    )
     lengths = apart.flatten().bincount().double()
     return float((lengths * (lengths + 1) / 2).sum())
 
 
-def draw_qkv(context: GpuContext, of_queries: tuple[int, ...], of_keys: tuple[int, ...]) -> list[Tensor]:
+def draw_qkv(
+    context: GpuContext, of_queries: tuple[int, ...], of_keys: tuple[int, ...]
+) -> list[Tensor]:
     """Draw q, k and v, which require gradients."""
     generator = torch.Generator(context.device).manual_seed(0)
     return [
-        torch.randn(shape, generator=generator, device=context.device, dtype=context.dtype).requires_grad_()
+        torch.randn(
+            shape, generator=generator, device=context.device, dtype=context.dtype
+        ).requires_grad_()
         for shape in (of_queries, of_keys, of_keys)
     ]
 
@@ -78,12 +89,16 @@ def packed_sides(documents: Tensor, context: GpuContext) -> Mapping[str, Call]:
         return flex.attend(q, k, v, mask, KeyBlocks.of_mask(mask, documents.device))
 
     def variable_length(implementation: str) -> Call:
-        return lambda q, k, v: packed_attention(q, k, v, documents, causal=True, implementation=implementation)
+        return lambda q, k, v: packed_attention(
+            q, k, v, documents, causal=True, implementation=implementation
+        )
 
     spans = find_document_spans(documents).to(documents.device)
 
     def in_a_graph(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return packed_attention(q, k, v, documents, causal=True, implementation=COMPILED, spans=spans)
+        return packed_attention(
+            q, k, v, documents, causal=True, implementation=COMPILED, spans=spans
+        )
 
     names = [entry.name for entry in IMPLEMENTATIONS if entry.name not in ("reference", "cpu")]
     sides: dict[str, Call] = {
@@ -95,7 +110,9 @@ def packed_sides(documents: Tensor, context: GpuContext) -> Mapping[str, Call]:
         **{f"variable length, {name}": variable_length(name) for name in names},
     }
     if documents.is_cuda:
-        sides[f"variable length, {COMPILED}, under torch.compile"] = torch.compile(in_a_graph, dynamic=False)
+        sides[f"variable length, {COMPILED}, under torch.compile"] = torch.compile(
+            in_a_graph, dynamic=False
+        )
     return sides
 
 
@@ -118,7 +135,11 @@ def report_attention(
 
 
 def time_attention(
-    context: GpuContext, attend: Call, qkv: list[Tensor] | tuple[Tensor, ...], flops: float, values: Mapping[str, Any]
+    context: GpuContext,
+    attend: Call,
+    qkv: list[Tensor] | tuple[Tensor, ...],
+    flops: float,
+    values: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """Return the figures of forward and backward, and those of forward alone."""
     both = ForwardBackward(attend, list(qkv))

@@ -39,7 +39,12 @@ ORDER = (
 def cases(context: GpuContext) -> list[GpuCase]:
     """The cases in the order of their worth."""
     return [
-        GpuCase(f"{model}: {', '.join(sides)}", _case(context, model, sides), seconds=150.0, headline=headline)
+        GpuCase(
+            f"{model}: {', '.join(sides)}",
+            _case(context, model, sides),
+            seconds=150.0,
+            headline=headline,
+        )
         for model, sides, headline in ORDER
     ]
 
@@ -56,7 +61,13 @@ def _case(context: GpuContext, model: str, names: Sequence[str]) -> Callable[[Ca
 
 
 def report_side(
-    report: CaseReporter, context: GpuContext, model: str, name: str, build: SideBuilder, *, profiled: bool = False
+    report: CaseReporter,
+    context: GpuContext,
+    model: str,
+    name: str,
+    build: SideBuilder,
+    *,
+    profiled: bool = False,
 ) -> None:
     """Report the row of one side; with `profiled` leave a trace of two steps."""
 
@@ -67,7 +78,10 @@ def report_side(
             "case": model,
             "milliseconds": row["step_seconds"] * 1e3,
             "fastest_milliseconds": row["fastest_seconds"] * 1e3,
-            **{key: row[key] for key in ("tokens_per_second", "tflops", "mfu", "mfu_6n", "megabytes", "loss")},
+            **{
+                key: row[key]
+                for key in ("tokens_per_second", "tflops", "mfu", "mfu_6n", "megabytes", "loss")
+            },
             "overload": row["overload"],
             "phases": row["split"] or None,
         }

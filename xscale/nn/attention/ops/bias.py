@@ -27,7 +27,9 @@ class ScoreBias:
 
     def scatter_add(self, gradient: Tensor, scores: Tensor, chunk: UnitChunk) -> None:
         """Add the gradient of a chunk's scores [U, Q, d*b] to the bias' `gradient`, where `gather` read."""
-        blocks = scores.view(*scores.shape[:2], -1, gradient.shape[-1]).transpose(1, 2)  # [U, d, Q, b]
+        blocks = scores.view(*scores.shape[:2], -1, gradient.shape[-1]).transpose(
+            1, 2
+        )  # [U, d, Q, b]
         by_block = gradient.permute(0, 1, 2, 4, 3, 5)  # [B, H, rows, columns, Q, b]
         by_block.index_put_(self._index(chunk), blocks.to(gradient.dtype), accumulate=True)
 
@@ -66,7 +68,9 @@ class RelativeBias:
     def scatter_add(self, gradient: Tensor, scores: Tensor, chunk: UnitChunk) -> None:
         """Add the gradient of a chunk's scores [U, Q, d*b] to the bias' `gradient`, where `gather` read."""
         size = self.queries
-        blocks = scores.view(*scores.shape[:2], -1, self.block).transpose(1, 2).flatten(0, 1)  # [U*d, Q, b]
+        blocks = (
+            scores.view(*scores.shape[:2], -1, self.block).transpose(1, 2).flatten(0, 1)
+        )  # [U*d, Q, b]
         # Shift each row one column to the right of the row below it, so that a column is one relative position.
         skewed = F.pad(blocks.flip(1), (0, size)).flatten(1)[:, :-size].view(len(blocks), size, -1)
         sums = skewed.sum(1)  # [U*d, Q + b - 1]

@@ -79,7 +79,9 @@ class UnitChunk:
     """Which of the d blocks are masked in part, and their tile indices [1 or U]."""
     ends: bool
     """Whether any unit sees the last key block of the sequence."""
-    rows_cache: dict[tuple[str, int, int, int, bool], TableRows] = field(default_factory=dict, compare=False)
+    rows_cache: dict[tuple[str, int, int, int, bool], TableRows] = field(
+        default_factory=dict, compare=False
+    )
     """Rows of tables by distance that the units read."""
 
     @cached_property
@@ -112,7 +114,9 @@ class BlockPlan:
 
     def distances(self, queries: int, block: int) -> range:
         """Return the distances key - query that occur in blocks of so many queries and keys; the first query is 0."""
-        nearest = [bucket.columns * block - bucket.rows[:, None] * queries for bucket in self.buckets]
+        nearest = [
+            bucket.columns * block - bucket.rows[:, None] * queries for bucket in self.buckets
+        ]
         first = min((int(x.min()) for x in nearest), default=0)
         last = max((int(x.max()) for x in nearest), default=0)
         return range(first - queries + 1, last + block)
@@ -164,7 +168,11 @@ def _masking_columns(tiles: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def plan_blocks(
-    layout: Layout, device: torch.device, token_masks: TokenMasks = (), block: int = 0, first_row: int = 0
+    layout: Layout,
+    device: torch.device,
+    token_masks: TokenMasks = (),
+    block: int = 0,
+    first_row: int = 0,
 ) -> BlockPlan:
     """Plan a layout [H or 1, rows, columns]; `token_masks` say what is seen inside its blocks of `block` tokens."""
     heads, rows, columns = layout.shape
@@ -186,10 +194,16 @@ def plan_blocks(
         head, row, at = (torch.from_numpy(x) for x in (units // rows, units % rows, column[places]))
         tiles = None if all_tiles is None else all_tiles[torch.from_numpy(places)].to(device)
         shared = None if heads == 1 else head.to(device)
-        buckets.append(DegreeBucket(heads=shared, rows=row.to(device), columns=at.to(device), tiles=tiles))
+        buckets.append(
+            DegreeBucket(heads=shared, rows=row.to(device), columns=at.to(device), tiles=tiles)
+        )
     full = bool((degrees > 0).all())
     return BlockPlan(
-        rows, columns, tuple(buckets), full, _unpack_tiles(known, block).to(device) if token_masks else None
+        rows,
+        columns,
+        tuple(buckets),
+        full,
+        _unpack_tiles(known, block).to(device) if token_masks else None,
     )
 
 
@@ -229,13 +243,17 @@ def _distinct_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Blocks [P] whose tiles may differ (as indices), and for each block [U * d] the index of its equal among them."""
     masks = [token_mask for _, token_mask in token_masks if token_mask is not None]
-    periods = [token_mask.period for token_mask in masks if isinstance(token_mask, PeriodicTokenMask)]
+    periods = [
+        token_mask.period for token_mask in masks if isinstance(token_mask, PeriodicTokenMask)
+    ]
     if len(periods) < len(masks):
         all_blocks = torch.arange(len(row))
         return all_blocks, all_blocks
     period = math.lcm(block, *periods) // block
     # Blocks have equal tiles if they have the same distance, the same phase in the period and the same layouts.
-    key = (row % period) * (2 * int(column.max()) + 2 * int(row.max()) + 2) + (column - row + int(row.max()))
+    key = (row % period) * (2 * int(column.max()) + 2 * int(row.max()) + 2) + (
+        column - row + int(row.max())
+    )
     for in_layout in seen:
         key = 2 * key + in_layout
     _, first, inverse = np.unique(key.numpy(), return_index=True, return_inverse=True)

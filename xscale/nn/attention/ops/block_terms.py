@@ -50,7 +50,13 @@ class BlockTerms:
     """
 
     def __init__(
-        self, places: TermPlaces, tables: Sequence[Tensor | None], scale: float, power: float, *, folds: bool
+        self,
+        places: TermPlaces,
+        tables: Sequence[Tensor | None],
+        scale: float,
+        power: float,
+        *,
+        folds: bool,
     ) -> None:
         """`folds`: the content bias is added to the queries, not to the scores, since nothing comes between them."""
         self.places = places
@@ -90,7 +96,9 @@ class BlockTerms:
         """Return q [U, Q, K], which has scale and power, with the content bias, if it is folded."""
         if self.content_bias is None or not self.folds:
             return q
-        return q + (_of_heads(self.content_bias, chunk) * (self.scale * self.power))[:, None].to(q.dtype)
+        return q + (_of_heads(self.content_bias, chunk) * (self.scale * self.power))[:, None].to(
+            q.dtype
+        )
 
     def position_queries(self, chunk: UnitChunk, q: Tensor) -> Tensor:
         """Return q [U, Q, K], which has scale and power, with the position bias, in the dtype of the tables."""
@@ -120,10 +128,14 @@ class BlockTerms:
         for run in chunk.runs:
             by_distance = self._unshifted(weights[..., run.keys(self.places.block)])
             values = self._zeros("values", mixed.shape)
-            self.value_rows.add_products(by_distance, self._rows(chunk, run, self.value_rows.table), values)
+            self.value_rows.add_products(
+                by_distance, self._rows(chunk, run, self.value_rows.table), values
+            )
             mixed.add_(values)
 
-    def add_weight_gradients(self, raised: Tensor, chunk: UnitChunk, weights: Tensor, above: Tensor) -> None:
+    def add_weight_gradients(
+        self, raised: Tensor, chunk: UnitChunk, weights: Tensor, above: Tensor
+    ) -> None:
         """Add the gradients of the weights [U, Q, d*b] through the terms of the output to `raised`, given those of the
         output, `above` [U, Q, K]; and sum the gradients of the rows."""
         assert self.value_rows is not None
@@ -152,7 +164,9 @@ class BlockTerms:
                 by_distance = self._unshifted(part)
                 if self.bias is not None:
                     index, count = self._index(chunk, run, self.bias)
-                    self.sums["bias"].view(count).index_add_(0, index.flatten(), by_distance.sum(1).flatten())
+                    self.sums["bias"].view(count).index_add_(
+                        0, index.flatten(), by_distance.sum(1).flatten()
+                    )
                 if self.query_rows is not None:
                     rows = self._rows(chunk, run, self.query_rows.table)
                     if of_queries is None:
@@ -178,7 +192,9 @@ class BlockTerms:
         content = _of_heads(self.content_bias, chunk) * (self.scale * self.power)
         parts.add_(by_key.mT * content[:, None])
 
-    def _add_key_gradients(self, chunk: UnitChunk, run: BlockRun, part: Tensor, k: Tensor, parts: Tensor) -> None:
+    def _add_key_gradients(
+        self, chunk: UnitChunk, run: BlockRun, part: Tensor, k: Tensor, parts: Tensor
+    ) -> None:
         assert self.key_rows is not None
         rows, tiles = self._key_tiles(chunk, run, k)
         by_key = self._zeros("gradients by key", (*tiles.shape[:2], rows.width), tiles.shape[1])
@@ -224,7 +240,9 @@ class BlockTerms:
         width, is_shared = self.places.width(run.size * self.places.block), table.shape[0] == 1
         key = ("queries", run.start, self.places.queries, self.places.block, is_shared)
         if key not in chunk.rows_cache:
-            nearest = chunk.columns[:, run.start] * self.places.block - chunk.rows * self.places.queries
+            nearest = (
+                chunk.columns[:, run.start] * self.places.block - chunk.rows * self.places.queries
+            )
             chunk.rows_cache[key] = TableRows.of(
                 nearest, torch.zeros_like(chunk.heads) if is_shared else chunk.heads, width
             )
@@ -243,12 +261,19 @@ class BlockTerms:
         key = ("keys", run.start, places.queries, places.block, is_shared)
         if key not in chunk.rows_cache:
             starts = torch.arange(count, device=k.device)[:, None] * tile
-            farthest = chunk.columns[:, run.start] * places.block + starts - chunk.rows * places.queries  # [tiles, U]
+            farthest = (
+                chunk.columns[:, run.start] * places.block + starts - chunk.rows * places.queries
+            )  # [tiles, U]
             heads = (torch.zeros_like(chunk.heads) if is_shared else chunk.heads).repeat(count)
             chunk.rows_cache[key] = TableRows.of(-farthest.flatten(), heads, places.width(tile))
         # The farthest distance of a tile is that of its last key to the first query.
         first = places.first + table.shape[1] - 1 + places.first_query - (tile - 1)
-        keys = k[:, run.keys(places.block)].to(self.dtype).view(len(k), count, tile, -1).transpose(0, 1)
+        keys = (
+            k[:, run.keys(places.block)]
+            .to(self.dtype)
+            .view(len(k), count, tile, -1)
+            .transpose(0, 1)
+        )
         tiles = self._buffer("tiles", tuple(keys.shape)).copy_(keys)
         return chunk.rows_cache[key].shifted(first), tiles.flatten(0, 1)
 
@@ -283,7 +308,11 @@ class BlockTerms:
         """Return the buffer of that name: on a CPU new memory costs as much as a pass over it."""
         size, old = torch.Size(shape).numel(), self._buffers.get(name)
         if old is None or old.numel() < size:
-            table = next(x for x in (self.query_rows, self.key_rows, self.value_rows, self.bias) if x is not None)
+            table = next(
+                x
+                for x in (self.query_rows, self.key_rows, self.value_rows, self.bias)
+                if x is not None
+            )
             device = table.device if isinstance(table, Tensor) else table.table.device
             old = self._buffers[name] = torch.empty(size, dtype=self.dtype, device=device)
             self._uses.pop(name, None)

@@ -18,7 +18,13 @@ from xscale.nn.attention.ops.mask import AttentionMask
 
 
 def bucketed_attention(
-    q: Tensor, k: Tensor, v: Tensor, labels: Tensor, window: int, mask: AttentionMask, avoid_self: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    labels: Tensor,
+    window: int,
+    mask: AttentionMask,
+    avoid_self: bool,
 ) -> Tensor:
     """q, k, v [B, H, S, K] of one sequence, bucket labels [R, B, H, S] of R hashes -> [B, H, S, K].
 
@@ -31,7 +37,9 @@ def bucketed_attention(
     places = orders.argsort(-1)
     outs, sums = [], []
     for at, sorted_position in enumerate(places):
-        out, total = _round(q, k, v, orders[at], labels, places, at, window, mask.causal, avoid_self)
+        out, total = _round(
+            q, k, v, orders[at], labels, places, at, window, mask.causal, avoid_self
+        )
         outs.append(out.gather(2, sorted_position[..., None].expand_as(out)))
         sums.append(total.gather(2, sorted_position))
     if len(outs) == 1:
@@ -54,14 +62,19 @@ def _round(
 ) -> tuple[Tensor, Tensor]:
     """Round `at` in sorted order: outputs [B, H, S, K] and log-sum-exps of the scores [B, H, S]."""
     length = order.shape[-1]
-    q, k, v = (split_chunks(x.gather(2, order[..., None].expand_as(x)), 2, window) for x in (q, k, v))
+    q, k, v = (
+        split_chunks(x.gather(2, order[..., None].expand_as(x)), 2, window) for x in (q, k, v)
+    )
     k, v = (with_neighbour_chunks(x, 2, not causal) for x in (k, v))  # [B, H, N, W, K]
     scores = q @ k.mT  # [B, H, N, C, W]
     expanded_order = order.expand_as(labels)
     label, sorted_position = (
         split_chunks(x.gather(-1, expanded_order), 3, window, -2) for x in (labels, places)
     )  # [R, B, H, N, C]
-    distance = sorted_position[..., :, None] - with_neighbour_chunks(sorted_position, 3, not causal, -1)[..., None, :]
+    distance = (
+        sorted_position[..., :, None]
+        - with_neighbour_chunks(sorted_position, 3, not causal, -1)[..., None, :]
+    )
     near = (distance < window) & ((distance >= 0) if causal else (distance > -window))
     near &= label[..., :, None] == with_neighbour_chunks(label, 3, not causal, -1)[..., None, :]
     # A key that is visible in several rounds gets the weight of one round in total.
@@ -78,7 +91,9 @@ SELF_SCORE = -1e5
 """Score of a token with itself: a token attends to itself only if it has no other key."""
 
 
-def chunked_hash_attention(q: Tensor, k: Tensor, v: Tensor, labels: Tensor, size: int, mask: AttentionMask) -> Tensor:
+def chunked_hash_attention(
+    q: Tensor, k: Tensor, v: Tensor, labels: Tensor, size: int, mask: AttentionMask
+) -> Tensor:
     """q, k, v [B, H, S, K] of one sequence, buckets [R, B, H, S] of R hashes -> [B, H, S, K]; scores are q . k.
 
     LSH attention in chunks (Kitaev et al. 2020, section 2): tokens sorted by bucket; a chunk sees itself and the last.
@@ -109,7 +124,10 @@ def chunked_hash_attention(q: Tensor, k: Tensor, v: Tensor, labels: Tensor, size
     hidden = (key_positions < 0)[..., None, :]
     if documents is not None:
         query_document, key_document = (
-            documents[:, None].expand(-1, q.shape[1], -1).gather(2, x.clamp(min=0).flatten(2)).view_as(x)
+            documents[:, None]
+            .expand(-1, q.shape[1], -1)
+            .gather(2, x.clamp(min=0).flatten(2))
+            .view_as(x)
             for x in (positions, key_positions)
         )
         hidden = hidden | (query_document[..., :, None] != key_document[..., None, :])
@@ -118,7 +136,9 @@ def chunked_hash_attention(q: Tensor, k: Tensor, v: Tensor, labels: Tensor, size
     out = (scores - total).exp() @ _before(sorted_(v), length > size)
     # Back to the sequence's order in each round; rounds are weighted by the sums of their weights.
     back = orders.argsort(-1)[..., None]  # [B, H, R, S, 1]
-    out, total = (x.view(*x.shape[:2], rounds, -1, x.shape[-1])[:, :, :, :length] for x in (out, total))
+    out, total = (
+        x.view(*x.shape[:2], rounds, -1, x.shape[-1])[:, :, :, :length] for x in (out, total)
+    )
     out, total = out.gather(3, back.expand_as(out)), total.gather(3, back)
     return (out * F.softmax(total, 2)).sum(2)
 
@@ -151,7 +171,9 @@ class BucketTiles:
 
     def queries(self, x: Tensor, value: float = 0.0) -> Tensor:
         """Put queries [B, H, T, K] into the tiles [B, H, M, C, K]; empty places get `value`."""
-        tiles = x.new_full((*x.shape[:2], self.visible.shape[2] * self.queries_per_tile, x.shape[3]), value)
+        tiles = x.new_full(
+            (*x.shape[:2], self.visible.shape[2] * self.queries_per_tile, x.shape[3]), value
+        )
         tiles = tiles.scatter(2, self.slots[..., None].expand_as(x), x)
         return tiles.view(*x.shape[:2], -1, self.queries_per_tile, x.shape[3])
 
@@ -172,31 +194,46 @@ def tile_places(queries: int, keys: int, window: int) -> int:
     return (chunks + (queries - chunks) // per_tile) * per_tile
 
 
-def tile_buckets(query_buckets: Tensor, key_buckets: Tensor, window: int, mask: AttentionMask) -> BucketTiles:
+def tile_buckets(
+    query_buckets: Tensor, key_buckets: Tensor, window: int, mask: AttentionMask
+) -> BucketTiles:
     """Arrange queries with buckets [B, H, T] and keys with buckets [B, H, S], which documents keep apart."""
     if mask.key_documents is not None:
         assert mask.query_documents is not None
         count = int(torch.maximum(query_buckets.max(), key_buckets.max())) + 1
-        query_buckets = query_buckets + mask.query_documents[:, None].to(query_buckets.dtype) * count
+        query_buckets = (
+            query_buckets + mask.query_documents[:, None].to(query_buckets.dtype) * count
+        )
         key_buckets = key_buckets + mask.key_documents[:, None].to(key_buckets.dtype) * count
     length, device = mask.keys, key_buckets.device
     window = min(window, length)
     per_tile = -(-window // 2)
     order = key_buckets.argsort(dim=-1, stable=True)  # [B, H, S]
     sorted_buckets = key_buckets.gather(-1, order)
-    positions = torch.arange(mask.offset, mask.offset + mask.queries, device=device).expand_as(query_buckets)
+    positions = torch.arange(mask.offset, mask.offset + mask.queries, device=device).expand_as(
+        query_buckets
+    )
     # The last key in sorted order that has the query's bucket and does not come after it.
-    last_key = torch.searchsorted(sorted_buckets * length + order, query_buckets * length + positions, right=True) - 1
+    last_key = (
+        torch.searchsorted(
+            sorted_buckets * length + order, query_buckets * length + positions, right=True
+        )
+        - 1
+    )
     chunks = -(-length // window)
     chunk = last_key.clamp(min=0) // window  # [B, H, T]
     counts = chunk.new_zeros(*chunk.shape[:2], chunks).scatter_add(2, chunk, torch.ones_like(chunk))
     last_tiles = (-(-counts // per_tile)).cumsum(-1)  # [B, H, N], ends of the chunks' tiles
     first_tiles = last_tiles + counts // -per_tile
-    in_chunk = chunk.argsort(dim=-1, stable=True).argsort(-1) - (counts.cumsum(-1) - counts).gather(2, chunk)
+    in_chunk = chunk.argsort(dim=-1, stable=True).argsort(-1) - (counts.cumsum(-1) - counts).gather(
+        2, chunk
+    )
     slots = first_tiles.gather(2, chunk) * per_tile + in_chunk
     tiles = tile_places(mask.queries, length, window) // per_tile
     numbers = torch.arange(tiles, device=device).expand(*chunk.shape[:2], tiles).contiguous()
-    tile_chunk = torch.searchsorted(last_tiles, numbers, right=True).clamp(max=chunks - 1)  # [B, H, M]
+    tile_chunk = torch.searchsorted(last_tiles, numbers, right=True).clamp(
+        max=chunks - 1
+    )  # [B, H, M]
     neighbours = torch.arange(-window, window if mask.causal else 2 * window, device=device)
     key_place = tile_chunk[..., None] * window + neighbours  # [B, H, M, W]
     inside = (key_place >= 0) & (key_place < length)
@@ -209,12 +246,20 @@ def tile_buckets(query_buckets: Tensor, key_buckets: Tensor, window: int, mask: 
         return filled.view(*x.shape[:2], tiles, per_tile, 1)
 
     distance = tiled(last_key) - key_place[..., None, :]  # [B, H, M, C, W]
-    visible = (distance < window) & ((distance >= 0) if mask.causal else (distance > -window)) & inside[..., None, :]
+    visible = (
+        (distance < window)
+        & ((distance >= 0) if mask.causal else (distance > -window))
+        & inside[..., None, :]
+    )
     visible &= tiled(query_buckets) == key_bucket[..., None, :]
-    return BucketTiles(slots, per_tile, key_index, visible, tiled(positions) == key_index[..., None, :])
+    return BucketTiles(
+        slots, per_tile, key_index, visible, tiled(positions) == key_index[..., None, :]
+    )
 
 
-def tiled_attention(q: Tensor, k: Tensor, v: Tensor, tiles: BucketTiles, avoid_self: bool) -> Tensor:
+def tiled_attention(
+    q: Tensor, k: Tensor, v: Tensor, tiles: BucketTiles, avoid_self: bool
+) -> Tensor:
     """Softmax over the keys that `tiles` shows: q [B, H, T, K], k and v [B, H, S, K] -> [B, H, T, K].
 
     Scores are q . k, without a scale. `avoid_self`: a token attends to itself only if it sees no other key. A query

@@ -30,7 +30,13 @@ class PriorState:
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, floor: float = 1e-6, *, kernel: str | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    floor: float = 1e-6,
+    *,
+    kernel: str | None = None,
 ) -> Tensor:
     """sum_j (q_i . k_j) v_j / (sum_j q_i . k_j + floor) over the allowed keys.
 
@@ -42,7 +48,13 @@ def linear_attention(
 
 
 def trigonometric_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, weights: Tensor, *, kernel: str | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    weights: Tensor,
+    *,
+    kernel: str | None = None,
 ) -> Tensor:
     """sum_j (q_i . k_j) v_j / max(sum_j q_i . k_j, sum_j w_j / F) for features whose products may be negative.
 
@@ -55,13 +67,17 @@ def trigonometric_attention(
     return (sums[..., :-1] / torch.maximum(sums[..., -1:], most / q.shape[-1])).to(v.dtype)
 
 
-def linear_sums(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: str | None = None) -> Tensor:
+def linear_sums(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel: str | None = None
+) -> Tensor:
     """sum_j (q_i . k_j) v_j over the allowed keys: [B, H, T, K], float32 at least."""
     q = upcast(q)
     k = upcast(k)
     v = upcast(v)
     if mask.causal:
-        earlier = None if mask.prior_state is None else PriorState(mask.prior_state, mask.prior_document)
+        earlier = (
+            None if mask.prior_state is None else PriorState(mask.prior_state, mask.prior_document)
+        )
         return _causal(q, k, v, mask.offset, mask.key_documents, kernel, earlier)
     if mask.query_documents is None:
         return grouped_matmul(q, k.mT @ v)
@@ -70,12 +86,16 @@ def linear_sums(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, kernel:
         return _sums_over_two_sequences(q, k, v, mask.query_documents, mask.key_documents)
     # Sum over the past plus sum over the future; the token itself is in both, so it is subtracted once.
     forward = _causal(q, k, v, 0, mask.key_documents, kernel)
-    backward = _causal(q.flip(2), k.flip(2), v.flip(2), 0, mask.key_documents.flip(1), kernel).flip(2)
+    backward = _causal(q.flip(2), k.flip(2), v.flip(2), 0, mask.key_documents.flip(1), kernel).flip(
+        2
+    )
     k, v = (repeat_kv(x, q.shape[1]) for x in (k, v))
     return forward + backward - (q * k).sum(-1, keepdim=True) * v
 
 
-def _sums_over_two_sequences(q: Tensor, k: Tensor, v: Tensor, query_documents: Tensor, key_documents: Tensor) -> Tensor:
+def _sums_over_two_sequences(
+    q: Tensor, k: Tensor, v: Tensor, query_documents: Tensor, key_documents: Tensor
+) -> Tensor:
     """Sum over the keys of each query's document in another sequence, as in cross attention: [B, H, T, K].
 
     There is a state for each document; `query_documents` [B, T], `key_documents` [B, S].
@@ -83,12 +103,20 @@ def _sums_over_two_sequences(q: Tensor, k: Tensor, v: Tensor, query_documents: T
     sums = q.new_zeros(*q.shape[:3], v.shape[-1])
     for document in query_documents.unique():  # type: ignore[no-untyped-call]
         keys = k * (key_documents == document)[:, None, :, None]
-        sums = sums + grouped_matmul(q, keys.mT @ v) * (query_documents == document)[:, None, :, None]
+        sums = (
+            sums + grouped_matmul(q, keys.mT @ v) * (query_documents == document)[:, None, :, None]
+        )
     return sums
 
 
 def decayed_sums(
-    q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor, mask: AttentionMask, *, kernel: str | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_keep: Tensor,
+    mask: AttentionMask,
+    *,
+    kernel: str | None = None,
 ) -> Tensor:
     """sum over j <= i of exp(d_(j+1) + ... + d_i) (q_i . k_j) v_j, causal: S_t = exp(d_t) S_(t-1) + k_t v_t^T.
 
@@ -98,7 +126,9 @@ def decayed_sums(
     # Cached tokens have no query here: pad the queries and scan from the start.
     q = F.pad(q, (0, 0, mask.offset, 0))
     documents, chunk = mask.key_documents, min(CHUNK, mask.keys)
-    sums, _ = scan(q, k, v, log_decay=log_keep, documents=documents, chunk=chunk, implementation=kernel)
+    sums, _ = scan(
+        q, k, v, log_decay=log_keep, documents=documents, chunk=chunk, implementation=kernel
+    )
     return sums[:, :, mask.offset :]
 
 
@@ -130,7 +160,9 @@ def _causal(
             state = state * (last == documents[:, 0])[:, None, None, None]
     k, v = (repeat_kv(x[:, :, offset:], heads) for x in (k, v))
     state = None if state is None else repeat_kv(state, heads)
-    sums, _ = scan(q, k, v, documents=documents, state=state, chunk=min(CHUNK, queries), implementation=kernel)
+    sums, _ = scan(
+        q, k, v, documents=documents, state=state, chunk=min(CHUNK, queries), implementation=kernel
+    )
     return sums
 
 

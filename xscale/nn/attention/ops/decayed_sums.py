@@ -28,7 +28,9 @@ def decay_after(log_decay: Tensor) -> Tensor:
     return F.pad(total.movedim(2, -1)[..., 1:], (0, 1)).movedim(-1, 2)
 
 
-def decay_transition(k: Tensor, v: Tensor, log_decay: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+def decay_transition(
+    k: Tensor, v: Tensor, log_decay: Tensor, documents: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return A [B, H, F or 1, 1] and E [B, H, F, K] of a sequence (`Recurrence.transition`).
 
     k [B, H, T, F], v [B, H, T, K], log_decay [B, H, T, F or 1], documents [B, T].
@@ -96,7 +98,11 @@ class ChannelDecayedSums:
         q, k, v, decay = (in_chunks(x, chunk) for x in (self.q, self.k, self.v, self.log_decay))
         sums = decay.cumsum(-2)
         total = sums[..., -1:, :]
-        lead, keep, fade = sums.exp(), (total - sums).exp(), total.exp().mT  # [B, H, N, C, F], ..., [B, H, N, F, 1]
+        lead, keep, fade = (
+            sums.exp(),
+            (total - sums).exp(),
+            total.exp().mT,
+        )  # [B, H, N, C, F], ..., [B, H, N, F, 1]
         scores = decayed_products(q, k, sums, sums) + torch.diag_embed((q * k).sum(-1))
         if self.documents is not None:
             same, first, last = document_masks(self.documents, self.documents[:, 0], chunk)
@@ -110,7 +116,9 @@ class ChannelDecayedSums:
             state = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
         out = []
         # Unbind once: the backward of each index would fill a full-size gradient, in quadratic time.
-        for local, row, key, value, kept in zip(*(x.unbind(2) for x in (inside, rows, keys, v, fade)), strict=True):
+        for local, row, key, value, kept in zip(
+            *(x.unbind(2) for x in (inside, rows, keys, v, fade)), strict=True
+        ):
             out.append(local + row @ state)
             state = state * kept + key @ value
         return torch.cat(out, 2)[:, :, :length], state
@@ -141,7 +149,8 @@ def decayed_products(rows: Tensor, keys: Tensor, ahead: Tensor, sums: Tensor) ->
     blocks = torch.zeros_like((rows[..., 0] * keys[..., 0])[..., None, None])  # [..., C, 1, 1]
     while size < chunk:
         row, ended, key, summed = (
-            x.reshape(*x.shape[:-2], chunk // (2 * size), 2, size, x.shape[-1]) for x in (rows, ahead, keys, sums)
+            x.reshape(*x.shape[:-2], chunk // (2 * size), 2, size, x.shape[-1])
+            for x in (rows, ahead, keys, sums)
         )
         middle = summed[..., 0, -1:, :]
         late = row[..., 1, :, :] * (ended[..., 1, :, :] - middle).exp()

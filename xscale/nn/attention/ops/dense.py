@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def masked_softmax(scores: Tensor, hidden: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
+def masked_softmax(
+    scores: Tensor, hidden: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Softmax over the last axis; scores where `hidden` is true get weight 0, also in rows that are all hidden.
 
     `sinks` [H] are logits that the denominators of scores [B, H, T, S] have besides those of the keys.
@@ -23,7 +25,11 @@ def masked_softmax(scores: Tensor, hidden: Tensor | None = None, sinks: Tensor |
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, drop: Callable[[Tensor], Tensor] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None = None,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(K)) v: q [B, H, T, K], k and v [B, G, S, K] -> [B, H, T, K]; softmax in float32 at least.
 

@@ -53,7 +53,10 @@ class KeyBlocks:
 
     @classmethod
     def of(
-        cls, seen: Tensor, unmasked: Tensor | None = None, layouts: tuple[tuple[Tensor, TokenMask | None], ...] = ()
+        cls,
+        seen: Tensor,
+        unmasked: Tensor | None = None,
+        layouts: tuple[tuple[Tensor, TokenMask | None], ...] = (),
     ) -> "KeyBlocks":
         """Build them of `seen` [B or 1, H or 1, N, N], true where some query of the row sees some key.
 
@@ -79,13 +82,18 @@ class KeyBlocks:
             meets = (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
             seen = seen & meets[:, None]
             same = low == high
-            unmasked = unmasked & (same[:, :, None] & same[:, None] & (low[:, :, None] == low[:, None]))[:, None]
+            unmasked = (
+                unmasked
+                & (same[:, :, None] & same[:, None] & (low[:, :, None] == low[:, None]))[:, None]
+            )
         return cls.of(seen, unmasked)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Counts and order of the blocks [..., N, N] of each row."""
-    order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+    order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(
+        torch.int32
+    )
     return blocks.sum(-1, dtype=torch.int32), order
 
 
@@ -198,7 +206,11 @@ class FlexAttention:
         return out[:, :, :length]
 
     def _function(self, q: Tensor) -> Any:
-        return compiled_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        return (
+            compiled_flex_attention()
+            if q.is_cuda and not torch.compiler.is_compiling()
+            else flex_attention
+        )
 
     def pattern_blocks(
         self,
@@ -224,8 +236,12 @@ class FlexAttention:
             if not packed:
                 unruled = [layout for layout, rule in layouts if rule is None]
                 shown = np.logical_or.reduce(unruled) if unruled else np.zeros_like(union)
-                unmasked = _before(self._together(shown).all(-1).all(2), grid.causal)[None].to(device)
-            on_device = tuple((torch.from_numpy(layout.copy()).to(device), rule) for layout, rule in layouts)
+                unmasked = _before(self._together(shown).all(-1).all(2), grid.causal)[None].to(
+                    device
+                )
+            on_device = tuple(
+                (torch.from_numpy(layout.copy()).to(device), rule) for layout, rule in layouts
+            )
             self._blocks[key] = KeyBlocks.of(seen[None].to(device), unmasked, on_device)
         return self._blocks[key]
 

@@ -57,7 +57,8 @@ class DocumentMask:
             return cls(queries, keys)
         far = torch.finfo(accumulate_dtype).max ** 0.75
         codes = tuple(
-            (x - low).masked_fill(x == PADDING_DOCUMENT, -1).to(accumulate_dtype).mul_(far) for x in (queries, keys)
+            (x - low).masked_fill(x == PADDING_DOCUMENT, -1).to(accumulate_dtype).mul_(far)
+            for x in (queries, keys)
         )
         return cls(queries, keys, (codes[0], codes[1]))
 
@@ -73,7 +74,10 @@ class DocumentMask:
             scores.masked_fill_(queries[:, :, None] != keys[:, None, :], float("-inf"))
             return
         query_codes, key_codes = self.codes
-        difference = query_codes[chunk.batch, chunk.rows][:, :, None] - key_codes[batch, columns].flatten(1)[:, None, :]
+        difference = (
+            query_codes[chunk.batch, chunk.rows][:, :, None]
+            - key_codes[batch, columns].flatten(1)[:, None, :]
+        )
         scores.addcmul_(difference, difference, value=-1)
 
 
@@ -146,7 +150,9 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         work = _Work(q, k, v, bias, plan, block_mask, options, tables)
         out = torch.empty_like(work.q) if plan.full else torch.zeros_like(work.q)
-        log_sums = torch.zeros(work.q.shape[:2], dtype=work.accumulate_dtype, device=q.device)  # [B*H*rows, Q]
+        log_sums = torch.zeros(
+            work.q.shape[:2], dtype=work.accumulate_dtype, device=q.device
+        )  # [B*H*rows, Q]
         for chunk in work.chunks:
             scores = work.scores(chunk, *work.queries(chunk), work.gather("keys", chunk))[0]
             # A row that sees nothing has a maximum of -inf; replaced by a finite number, it gets weights of zero.
@@ -163,7 +169,9 @@ class _Attend(torch.autograd.Function):
             out.index_copy_(0, chunk.units, mixed.to(out.dtype))
         if sinks is not None:
             by_head = q.shape[0], q.shape[1], -1
-            out, log_sums = add_sinks(out.view(*by_head, q.shape[-1]), log_sums.view(by_head), sinks, BINARY)
+            out, log_sums = add_sinks(
+                out.view(*by_head, q.shape[-1]), log_sums.view(by_head), sinks, BINARY
+            )
             out, log_sums = out.view(work.q.shape), log_sums.view(work.q.shape[:2])
         context.save_for_backward(q, k, v, bias, sinks, out, log_sums, *tables)
         context.rest = (plan, block_mask, options)
@@ -190,7 +198,12 @@ class _Attend(torch.autograd.Function):
             weights = scores.sub_(log_sums[chunk.units][..., None]).exp2_()
             kept = work.cast(work.apply_dropout(weights, chunk))
             _add_blocks(dv, chunk.keys, work.matmul("parts", kept.mT, above))
-            inner = work.select("mixed", out, chunk.units).to(work.accumulate_dtype).mul_(above).sum(-1, keepdim=True)
+            inner = (
+                work.select("mixed", out, chunk.units)
+                .to(work.accumulate_dtype)
+                .mul_(above)
+                .sum(-1, keepdim=True)
+            )
             raised = work.matmul("raised", above, work.gather("values", chunk).mT)
             if work.terms is not None and work.terms.adds_values:
                 work.terms.add_weight_gradients(raised, chunk, kept, above)
@@ -213,7 +226,13 @@ class _Attend(torch.autograd.Function):
             by_head = q.shape[0], q.shape[1], -1
             above, out = (x.view(*by_head, q.shape[-1]) for x in (gradient, out))
             dsinks = gradient_of_sinks(sinks, above, out, log_sums.view(by_head), BINARY)
-        of_inputs = dq.view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape), dbias, dsinks
+        of_inputs = (
+            dq.view(q.shape),
+            dk.to(k.dtype).view(k.shape),
+            dv.to(v.dtype).view(v.shape),
+            dbias,
+            dsinks,
+        )
         return *of_inputs, None, None, None, *(() if work.terms is None else work.terms.gradients())
 
 
@@ -258,7 +277,9 @@ class _Work:
             folds = options.soft_cap is None
             self.terms = BlockTerms(options.terms, tables, options.scale, self.power, folds=folds)
         limit = CHUNK_SCORES_CUDA if q.is_cuda else CHUNK_SCORES
-        self.chunks = plan.chunks(batch, heads, groups, max(1, limit // (self.q.shape[1] * self.block)))
+        self.chunks = plan.chunks(
+            batch, heads, groups, max(1, limit // (self.q.shape[1] * self.block))
+        )
         self.buffers: dict[str, Tensor] = {}
         self.tiles = None if plan.tiles is None else plan.tiles.to(self.accumulate_dtype)
 
@@ -287,7 +308,9 @@ class _Work:
         queries = self.select("queries", self.q, chunk.units).mul_(self.options.scale * self.power)
         if self.terms is None:
             return queries, queries
-        return self.terms.content_queries(chunk, queries), self.terms.position_queries(chunk, queries)
+        return self.terms.content_queries(chunk, queries), self.terms.position_queries(
+            chunk, queries
+        )
 
     def gather(self, name: Literal["keys", "values"], chunk: UnitChunk) -> Tensor:
         """Gather the blocks of keys or values that the units see: [U, d*b, K]."""
@@ -325,7 +348,9 @@ class _Work:
             ends = chunk.columns[:, -1] == self.plan.columns - 1  # [U]
             beyond = torch.arange(block, device=scores.device) >= block_mask.tail  # [b]
             tail = torch.zeros(len(ends), 1, block, dtype=scores.dtype, device=scores.device)
-            scores[..., -block:].add_(tail.masked_fill_((ends[:, None] & beyond)[:, None], float("-inf")))
+            scores[..., -block:].add_(
+                tail.masked_fill_((ends[:, None] & beyond)[:, None], float("-inf"))
+            )
         if block_mask.token_masks:
             scores.masked_fill_(~self._shown(chunk), float("-inf"))
         if block_mask.documents is not None:
@@ -348,7 +373,11 @@ class _Work:
         size = self.q.shape[1]
         block = self.block
         device = self.q.device
-        queries = self.block_mask.first_query + chunk.rows[:, None] * size + torch.arange(size, device=device)
+        queries = (
+            self.block_mask.first_query
+            + chunk.rows[:, None] * size
+            + torch.arange(size, device=device)
+        )
         keys = chunk.columns[:, :, None] * block + torch.arange(block, device=device)
         return queries, keys.flatten(1)
 

@@ -46,7 +46,9 @@ class GeneralizedDeltaRule:
         out = []
         chunks = self._chunks()
         # Unbind once: the backward of each index would fill a full-size gradient, in quadratic time.
-        for row, within, local, *step in zip(*(x.unbind(2) for x in (*chunks.answers, *chunks.steps)), strict=True):
+        for row, within, local, *step in zip(
+            *(x.unbind(2) for x in (*chunks.answers, *chunks.steps)), strict=True
+        ):
             read, state_after = _advance(state, *step)
             out.append(local + row @ state + within @ read)
             state = state_after
@@ -55,7 +57,9 @@ class GeneralizedDeltaRule:
     def transition(self) -> tuple[Tensor, Tensor]:
         """Return A [B, H, F, F] and E [B, H, F, K]."""
         width, features = self.v.shape[-1], self.k.shape[-1]
-        identity = torch.eye(features, dtype=self.k.dtype, device=self.k.device).expand(*self.k.shape[:2], -1, -1)
+        identity = torch.eye(features, dtype=self.k.dtype, device=self.k.device).expand(
+            *self.k.shape[:2], -1, -1
+        )
         state = torch.cat((self.k.new_zeros(*self.k.shape[:2], features, width), identity), -1)
         for step in zip(*(x.unbind(2) for x in self._chunks().steps), strict=True):
             _, state = _advance(state, *step)
@@ -64,13 +68,21 @@ class GeneralizedDeltaRule:
 
     def _chunks(self) -> "_Chunks":
         chunk = chunk_of(self.r.shape[2])
-        r, k, v, a, b, decay = (in_chunks(x, chunk) for x in (self.r, self.k, self.v, self.a, self.b, self.log_decay))
+        r, k, v, a, b, decay = (
+            in_chunks(x, chunk) for x in (self.r, self.k, self.v, self.a, self.b, self.log_decay)
+        )
         sums = decay.cumsum(-2)  # [B, H, N, C, F]
         ahead, total = sums - decay, sums[..., -1:, :]
         # A token reads the state before it, and answers from the one after it.
         rows, ends = torch.stack((a, r)), torch.stack((ahead, sums))
-        products = decayed_products(rows[:, None], torch.stack((b, k)), ends[:, None], sums)  # [2, 2, B, H, N, C, C]
-        lead, keep, fade = ends.exp(), (total - sums).exp(), total.exp().mT  # [2, ...], ..., [B, H, N, F, 1]
+        products = decayed_products(
+            rows[:, None], torch.stack((b, k)), ends[:, None], sums
+        )  # [2, 2, B, H, N, C, C]
+        lead, keep, fade = (
+            ends.exp(),
+            (total - sums).exp(),
+            total.exp().mT,
+        )  # [2, ...], ..., [B, H, N, F, 1]
         if self.documents is not None:
             same, first, last = document_masks(self.documents, self.documents[:, 0], chunk)
             products = products * same[:, None]
@@ -79,7 +91,8 @@ class GeneralizedDeltaRule:
         reads, answers = products.unbind(0)
         read_rows, answer_rows = (rows * lead).unbind(0)
         within_b, within_k = (
-            answers[at] + torch.diag_embed((r * written).sum(-1)) for at, written in enumerate((b, k))
+            answers[at] + torch.diag_embed((r * written).sum(-1))
+            for at, written in enumerate((b, k))
         )
         lower = torch.eye(chunk, dtype=k.dtype, device=k.device) - reads[0]
         right = torch.cat((read_rows, reads[1] @ v), -1)

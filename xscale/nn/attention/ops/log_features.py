@@ -74,7 +74,14 @@ def _causal_sums(
     rows = F.pad(q, (0, 0, mask.offset, 0))
     chunk = min(CHUNK, mask.keys)
     sums, _ = scan(
-        rows, keys, values, log_decay=fade, documents=documents, state=state, chunk=chunk, implementation=kernel
+        rows,
+        keys,
+        values,
+        log_decay=fade,
+        documents=documents,
+        state=state,
+        chunk=chunk,
+        implementation=kernel,
     )
     return sums[:, :, mask.offset :], running
 
@@ -84,7 +91,9 @@ def _running_maximum(x: Tensor, documents: Tensor | None) -> Tensor:
     if documents is None:
         return x.cummax(-1).values
     # Documents are lifted above all earlier ones by more than the numbers differ; double precision keeps their digits.
-    begins = F.pad((documents[:, 1:] != documents[:, :-1]).long(), (1, 0)).cumsum(1)[:, None]  # [B, 1, S]
+    begins = F.pad((documents[:, 1:] != documents[:, :-1]).long(), (1, 0)).cumsum(1)[
+        :, None
+    ]  # [B, 1, S]
     lift = begins * (2 * x.double().abs().amax() + 1)
     return ((x + lift).cummax(-1).values - lift).to(x.dtype)
 
@@ -93,4 +102,6 @@ def _document_maximum(x: Tensor, documents: Tensor | None) -> Tensor:
     """Maximum of x [B, G, S] over the document of each token."""
     if documents is None:
         return x.amax(-1, keepdim=True)
-    return torch.maximum(_running_maximum(x, documents), _running_maximum(x.flip(-1), documents.flip(-1)).flip(-1))
+    return torch.maximum(
+        _running_maximum(x, documents), _running_maximum(x.flip(-1), documents.flip(-1)).flip(-1)
+    )

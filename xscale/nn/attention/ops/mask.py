@@ -95,7 +95,9 @@ class AttentionMask:
     """Spans of `query_documents`, found while they were on the CPU; None: the host waits for a GPU to read them."""
     device: torch.device | None = None
     """Device of `allowed`; None: that of the documents or the bias, or the CPU without either."""
-    derived: dict[str, tuple[Tensor | None, Any]] = field(default_factory=dict, compare=False, repr=False)
+    derived: dict[str, tuple[Tensor | None, Any]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     """Values that attention derived from causal order and the documents, with those documents; copies that add a bias
     share them. See `derive`."""
 
@@ -120,8 +122,12 @@ class AttentionMask:
     @property
     def is_only_causal(self) -> bool:
         """Whether only `causal` decides: no documents, no prefix, no bias, no KV cache, all observed."""
-        is_biased = any(bias is not None for bias in (self.bias, self.relative_bias, self.position_terms))
-        is_plain = self.query_documents is None and self.key_prefix is None and self.observed is None
+        is_biased = any(
+            bias is not None for bias in (self.bias, self.relative_bias, self.position_terms)
+        )
+        is_plain = (
+            self.query_documents is None and self.key_prefix is None and self.observed is None
+        )
         return is_plain and not is_biased and self.offset == 0
 
     def score_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
@@ -136,7 +142,11 @@ class AttentionMask:
         """Queries and keys of each sample without their padding: read once for all blocks."""
         assert self.key_padding is not None
         keys = (~self.key_padding).sum(1)
-        queries = torch.full_like(keys, self.queries) if self.query_padding is None else (~self.query_padding).sum(1)
+        queries = (
+            torch.full_like(keys, self.queries)
+            if self.query_padding is None
+            else (~self.query_padding).sum(1)
+        )
         pairs: list[tuple[int, int]] = list(map(tuple, torch.stack((queries, keys), 1).tolist()))
         return pairs
 
@@ -155,12 +165,16 @@ class AttentionMask:
         device = self.device if tensor is None else tensor.device
         # The last query alone, as in generation, sees all keys.
         if self.causal and self.offset < self.keys - 1:
-            allowed = torch.ones(self.queries, self.keys, dtype=torch.bool, device=device).tril(self.offset)[None, None]
+            allowed = torch.ones(self.queries, self.keys, dtype=torch.bool, device=device).tril(
+                self.offset
+            )[None, None]
         if allowed is not None and self.key_prefix is not None:
             allowed = allowed | self.key_prefix[:, None, None, :]  # [B, 1, T, S]
         if self.query_documents is not None:
             assert self.key_documents is not None
-            same = self.query_documents[:, None, :, None] == self.key_documents[:, None, None, :]  # [B, 1, T, S]
+            same = (
+                self.query_documents[:, None, :, None] == self.key_documents[:, None, None, :]
+            )  # [B, 1, T, S]
             allowed = same if allowed is None else allowed & same
         if self.observed is not None:
             observed = self.observed[:, None]  # [B, 1, T, S]

@@ -99,7 +99,13 @@ def relative_attention(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, spans: RelativeSpans, documents: Any, q: Tensor, k: Tensor, v: Tensor, *rows: Any
+        context: Any,
+        spans: RelativeSpans,
+        documents: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *rows: Any,
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         log_sums = q.new_empty(*q.shape[:3], 1)
@@ -113,7 +119,12 @@ class _Attend(torch.autograd.Function):
                 queries = span.queries
                 weights = work.scores(head, span, b, zeros[queries])
                 torch.amax(weights.scores, -1, keepdim=True, out=tops[queries])
-                torch.sum(weights.scores.sub_(tops[queries]).exp2_(), -1, keepdim=True, out=totals[queries])
+                torch.sum(
+                    weights.scores.sub_(tops[queries]).exp2_(),
+                    -1,
+                    keepdim=True,
+                    out=totals[queries],
+                )
                 torch.mm(weights.scores, head.v[: span.end], out=mixed[queries])
                 if head.value_rows is not None:
                     work.add_value_rows(mixed[queries], weights, head.value_rows, span)
@@ -140,7 +151,9 @@ class _Attend(torch.autograd.Function):
                     queries = span.queries
                     weights = work.scores(head, span, b, start[queries])
                     weights.scores.exp2_()
-                    work.add_gradients(slopes, head, span, weights, gradient[b, h, queries], inner[queries])
+                    work.add_gradients(
+                        slopes, head, span, weights, gradient[b, h, queries], inner[queries]
+                    )
                 work.add_products_of_keys(slopes, head, keys)
             slopes.finish(head, gradient[b, h])
         return None, None, *gradients.scaled(q.shape[-1] ** -0.5)
@@ -157,7 +170,9 @@ class _Head:
     def __init__(self, spans: RelativeSpans, inputs: Sequence[Any], b: int, h: int) -> None:
         q, k, v, *rows = inputs
         group = h // (q.shape[1] // k.shape[1])
-        query_rows, key_rows, bias, value_rows, content_bias, position_bias = (_select(table, h) for table in rows)
+        query_rows, key_rows, bias, value_rows, content_bias, position_bias = (
+            _select(table, h) for table in rows
+        )
         factor = q.shape[-1] ** -0.5 * LOG2E
         self.k, self.v = k[b, group].contiguous(), v[b, group].contiguous()  # [S, K]
         self.q = _scaled(q[b, h], content_bias, factor)  # [T, K]
@@ -191,7 +206,8 @@ class _Gradients:
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         self.inputs = [
-            None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs
+            None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
+            for x in inputs
         ]
 
     def head(self, spans: RelativeSpans, b: int, h: int) -> "_HeadGradients":
@@ -201,29 +217,55 @@ class _Gradients:
         assert k is not None
         assert v is not None
         group = h // (q.shape[1] // k.shape[1])
-        return _HeadGradients(spans, q[b, h], k[b, group], v[b, group], *(_select(table, h) for table in rows))
+        return _HeadGradients(
+            spans, q[b, h], k[b, group], v[b, group], *(_select(table, h) for table in rows)
+        )
 
     def scaled(self, scale: float) -> list[Tensor | None]:
         """Return the gradients of the inputs in their order."""
         # The queries of products were scaled to base 2.
         nats = 1 / LOG2E
-        factors = (scale, nats, 1.0, nats, scale, 1.0, 1.0, scale, scale)  # of q, k, v and what NAMES has
-        return [None if x is None else x.mul_(y) if y != 1 else x for x, y in zip(self.inputs, factors, strict=True)]
+        factors = (
+            scale,
+            nats,
+            1.0,
+            nats,
+            scale,
+            1.0,
+            1.0,
+            scale,
+            scale,
+        )  # of q, k, v and what NAMES has
+        return [
+            None if x is None else x.mul_(y) if y != 1 else x
+            for x, y in zip(self.inputs, factors, strict=True)
+        ]
 
 
 class _HeadGradients:
     """Views of the gradients of one head."""
 
-    def __init__(self, spans: RelativeSpans, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> None:
+    def __init__(
+        self, spans: RelativeSpans, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None
+    ) -> None:
         self.q, self.k, self.v = q, k, v
-        self.query_rows, self.key_rows, self.bias, self.value_rows, self.content_bias, self.position_bias = rows
+        (
+            self.query_rows,
+            self.key_rows,
+            self.bias,
+            self.value_rows,
+            self.content_bias,
+            self.position_bias,
+        ) = rows
         if self.bias is not None:
             columns = spans.tile_columns
             self._by_distance = self.bias.new_zeros(spans.block, columns + spans.block - 1)
             self.tile = shifted(self._by_distance, columns)
         self.position_q = torch.zeros_like(q)
         """[T, K], gradients of queries through the terms of distances."""
-        self.far_queries, self.far_terms, self.far_weights, self.far_keys = (q.new_zeros(len(x)) for x in (q, q, q, k))
+        self.far_queries, self.far_terms, self.far_weights, self.far_keys = (
+            q.new_zeros(len(x)) for x in (q, q, q, k)
+        )
         """[T], [T], [T] and [S]: sums beyond the reach of the gradients of scores, without the near keys and of these,
         of weights, and of the gradients of scores again."""
 
@@ -254,7 +296,11 @@ class _Work:
     """Computes scores and gradients of one block of queries of one head, in buffers that all blocks share."""
 
     def __init__(
-        self, spans: RelativeSpans, documents: tuple[Tensor | None, Tensor | None], q: Tensor, keys: int
+        self,
+        spans: RelativeSpans,
+        documents: tuple[Tensor | None, Tensor | None],
+        q: Tensor,
+        keys: int,
     ) -> None:
         self.spans, self.documents, self.q = spans, documents, q
         self.chunks = spans.key_chunks(keys)
@@ -276,16 +322,24 @@ class _Work:
         if head.key_rows is None:
             return
         self.first_key, distances = keys.start, len(head.key_rows)
-        self.by_key = self.buffer("by key", keys.stop - keys.start, unaligned(distances))[:, :distances]
+        self.by_key = self.buffer("by key", keys.stop - keys.start, unaligned(distances))[
+            :, :distances
+        ]
         """[keys, N], terms by descending distance and then their gradients, where a query is at the distance."""
         for tile in self.spans.key_tiles(keys):
-            torch.mm(head.k[tile.keys], head.key_rows[tile.within].T, out=self._of_tile(tile, tile.within))
+            torch.mm(
+                head.k[tile.keys],
+                head.key_rows[tile.within].T,
+                out=self._of_tile(tile, tile.within),
+            )
             self._of_tile(tile, tile.before).zero_()
             beyond = self._of_tile(tile, tile.beyond)
             beyond.copy_(head.far_keys[tile.keys, None].expand_as(beyond))
 
     def _of_tile(self, tile: KeyTile, distances: slice) -> Tensor:
-        return self.by_key[tile.keys.start - self.first_key : tile.keys.stop - self.first_key, distances]
+        return self.by_key[
+            tile.keys.start - self.first_key : tile.keys.stop - self.first_key, distances
+        ]
 
     def add_products_of_keys(self, slopes: _HeadGradients, head: _Head, keys: slice) -> None:
         """Add the gradients of what `multiply_keys` has multiplied."""
@@ -305,7 +359,9 @@ class _Work:
     def skewed(self, name: str, span: RelativeSpan) -> SkewedScores:
         """View the buffer of that name as values of the span's queries and keys."""
         if (name, span) not in self.views:
-            self.views[name, span] = SkewedScores(self.buffer(name, 1, self.size)[0], span, self.spans.rows_within)
+            self.views[name, span] = SkewedScores(
+                self.buffer(name, 1, self.size)[0], span, self.spans.rows_within
+            )
         return self.views[name, span]
 
     def scores(self, head: _Head, span: RelativeSpan, b: int, start: Tensor) -> SkewedScores:
@@ -316,36 +372,54 @@ class _Work:
         first = span.start + self.spans.keys - self.spans.queries
         if self.spans.causal and span.end > first:
             seen = max(first, span.begin)
-            block.scores[:, seen - span.begin :].add_(self.future[: span.rows, seen - first : span.end - first])
+            block.scores[:, seen - span.begin :].add_(
+                self.future[: span.rows, seen - first : span.end - first]
+            )
         queries, keys = self.documents
         if queries is not None and keys is not None:
-            block.scores.masked_fill_(queries[b, span.queries, None] != keys[b, None, span.keys], float("-inf"))
+            block.scores.masked_fill_(
+                queries[b, span.queries, None] != keys[b, None, span.keys], float("-inf")
+            )
         return block
 
-    def _write_terms(self, block: SkewedScores, head: _Head, span: RelativeSpan, start: Tensor) -> None:
+    def _write_terms(
+        self, block: SkewedScores, head: _Head, span: RelativeSpan, start: Tensor
+    ) -> None:
         """Write what is added to the products of queries and keys."""
         tile = None if head.tile is None or not span.columns else head.tile[self.spans.tile(span)]
         if head.query_rows is not None and span.columns:
-            block.multiply(head.position_q[span.queries], head.query_rows, start, head.far_terms[span.queries])
+            block.multiply(
+                head.position_q[span.queries], head.query_rows, start, head.far_terms[span.queries]
+            )
         else:
             block.near.copy_(start.expand_as(block.near))
         # The product by distance has overwritten these.
         if span.begin < span.near:
             block.before.copy_(start.expand_as(block.before))
         if span.far < span.end:
-            torch.add(head.far_queries[span.queries] + start, head.far_keys[span.far : span.end], out=block.far)
+            torch.add(
+                head.far_queries[span.queries] + start,
+                head.far_keys[span.far : span.end],
+                out=block.far,
+            )
         if head.key_rows is not None and span.columns:
-            add_by_columns(block.near, self.spans.turned(self.by_key, span, self.first_key), self.identity)
+            add_by_columns(
+                block.near, self.spans.turned(self.by_key, span, self.first_key), self.identity
+            )
         if tile is not None:
             block.near.add_(tile)
 
-    def add_value_rows(self, mixed: Tensor, weights: SkewedScores, table: Tensor, span: RelativeSpan) -> None:
+    def add_value_rows(
+        self, mixed: Tensor, weights: SkewedScores, table: Tensor, span: RelativeSpan
+    ) -> None:
         """Add the weights' sum of the table's rows to `mixed` [n, K]; destroys the weights."""
         if span.far < span.end:
             mixed.addr_(weights.far.sum(1), table[-1])
         if span.columns:
             weights.clear_others()
-            mixed.addmm_(weights.within, table[weights.distances]).addr_(weights.beyond.sum(1), table[-1])
+            mixed.addmm_(weights.within, table[weights.distances]).addr_(
+                weights.beyond.sum(1), table[-1]
+            )
 
     def add_gradients(
         self,
@@ -393,6 +467,8 @@ class _Work:
         if head.query_rows is not None:
             assert slopes.query_rows is not None
             raised.clear_others()
-            slopes.query_rows[raised.distances].addmm_(raised.within.T, head.position_q[span.queries])
+            slopes.query_rows[raised.distances].addmm_(
+                raised.within.T, head.position_q[span.queries]
+            )
             slopes.position_q[span.queries].addmm_(raised.within, head.query_rows[raised.distances])
             slopes.far_terms[span.queries].add_(raised.beyond.sum(1))

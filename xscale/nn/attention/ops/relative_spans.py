@@ -55,9 +55,12 @@ class RelativeSpan:
     def within(self, keys: slice) -> "RelativeSpan":
         """Return the span of the same queries with those of its keys that are in the slice, maybe none."""
         begin, near, far, end = (
-            min(max(key, keys.start), keys.stop) for key in (self.begin, self.near, self.far, self.end)
+            min(max(key, keys.start), keys.stop)
+            for key in (self.begin, self.near, self.far, self.end)
         )
-        return replace(self, begin=begin, near=near, far=far, end=end, table=self.table + near - self.near)
+        return replace(
+            self, begin=begin, near=near, far=far, end=end, table=self.table + near - self.near
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,10 @@ class RelativeSpans:
     def distances(self, device: torch.device) -> Tensor:
         """Return the distances of the tables' rows, [N]; a block more than are told apart on either side."""
         distances = torch.arange(self.low - self.block, self.high + self.block, device=device)
-        first, last = max(1 - self.keys, self.low), min(0 if self.causal else self.queries - 1, self.high)
+        first, last = (
+            max(1 - self.keys, self.low),
+            min(0 if self.causal else self.queries - 1, self.high),
+        )
         return distances.clamp(first, last)
 
     def query_blocks(self) -> tuple[RelativeSpan, ...]:
@@ -168,14 +174,19 @@ def _query_blocks(spans: RelativeSpans) -> tuple[RelativeSpan, ...]:
         end = last + 1 if spans.causal else spans.keys
         near = max(first + spans.low + 1, 0)
         far = min(max(last + spans.high, near), end)
-        blocks.append(RelativeSpan(start, stop, 0, near, far, end, near - last - spans.low + spans.block))
+        blocks.append(
+            RelativeSpan(start, stop, 0, near, far, end, near - last - spans.low + spans.block)
+        )
     return tuple(blocks)
 
 
 @functools.lru_cache(maxsize=32)
 def _key_chunks(spans: RelativeSpans, size: int) -> list[tuple[slice, list[RelativeSpan]]]:
     chunks = [slice(begin, min(begin + size, spans.keys)) for begin in range(0, spans.keys, size)]
-    return [(keys, [span.within(keys) for span in spans.query_blocks() if span.end > keys.start]) for keys in chunks]
+    return [
+        (keys, [span.within(keys) for span in spans.query_blocks() if span.end > keys.start])
+        for keys in chunks
+    ]
 
 
 @functools.lru_cache(maxsize=64)
@@ -183,9 +194,16 @@ def _key_tiles(spans: RelativeSpans, begin: int, end: int) -> tuple[KeyTile, ...
     distances, tiles = spans.high - spans.low + 2 * spans.block, []
     for start in range(begin, end, spans.block):
         keys = slice(start, min(start + spans.block, end))
-        near = [block for block in spans.query_blocks() if block.near < keys.stop and block.far > keys.start]
+        near = [
+            block
+            for block in spans.query_blocks()
+            if block.near < keys.stop and block.far > keys.start
+        ]
         if blocks := [span for span in (block.within(keys) for block in near) if span.columns]:
-            first, last = min(span.table for span in blocks), max(span.distances.stop for span in blocks)
+            first, last = (
+                min(span.table for span in blocks),
+                max(span.distances.stop for span in blocks),
+            )
             columns = slice(distances - last, distances - first)
             beyond = min(max(spans.block, columns.start), columns.stop)
             before = min(max(distances - spans.block - 1, beyond), columns.stop)
@@ -230,9 +248,14 @@ class SkewedScores:
         self.far = self.scores[:, far:]
         """[n, before], [n, c] and [n, beyond]: keys before the reach, near ones, and those beyond the reach."""
         distances = (rows, rows + columns - 1)
-        self.by_distance = buffer.as_strided(distances, (self.stride + 1, 1), self._first_near - self.margin)
+        self.by_distance = buffer.as_strided(
+            distances, (self.stride + 1, 1), self._first_near - self.margin
+        )
         """[n, n + c - 1], ascending; what it holds beside `near` belongs to no pair, or to other keys."""
-        first, stop = (min(max(row - span.table, 0), distances[1]) for row in (rows_within.start, rows_within.stop))
+        first, stop = (
+            min(max(row - span.table, 0), distances[1])
+            for row in (rows_within.start, rows_within.stop)
+        )
         self.within, self.beyond = self.by_distance[:, first:stop], self.by_distance[:, stop:]
         """The columns of `by_distance` within and beyond the reach of the tables."""
         self.distances = slice(span.table + first, span.table + stop)
@@ -270,7 +293,9 @@ def unaligned(columns: int) -> int:
 def shifted(by_distance: Tensor, columns: int) -> Tensor:
     """View values of queries and ascending distances [n, n + c - 1], contiguous, as of queries and keys [n, c]."""
     rows, distances = by_distance.shape
-    return by_distance.as_strided((rows, columns), (distances - 1, 1), by_distance.storage_offset() + rows - 1)
+    return by_distance.as_strided(
+        (rows, columns), (distances - 1, 1), by_distance.storage_offset() + rows - 1
+    )
 
 
 def add_by_columns(sums: Tensor, x: Tensor, identity: Tensor) -> None:

@@ -38,13 +38,19 @@ class ScoreTerms:
     """[B or 1, H or 1, T, T]."""
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, mask: AttentionMask, soft_cap: float | None = None) -> "ScoreTerms":
+    def of(
+        cls, q: Tensor, k: Tensor, mask: AttentionMask, soft_cap: float | None = None
+    ) -> "ScoreTerms":
         """Compute the terms of q [B, H, T, K] and k [B, G, T, K]: those of `mask`, whose position adds no values."""
         heads = q.shape[1]
         scale = q.shape[-1] ** -0.5
         terms = mask.position_terms
         dtype = torch.promote_types(q.dtype, torch.float32)
-        cap = None if soft_cap is None else torch.full((heads,), soft_cap, dtype=dtype, device=q.device)
+        cap = (
+            None
+            if soft_cap is None
+            else torch.full((heads,), soft_cap, dtype=dtype, device=q.device)
+        )
         if mask.relative_bias is None and terms is None:
             return cls(cap, by_pair=mask.bias)
         reach = mask.bias_reach if terms is None else terms.position.reach
@@ -62,10 +68,14 @@ class ScoreTerms:
         by_distance = None if tables.bias is None else upcast(tables.bias)
         by_query = by_key = by_key_distance = None
         if tables.query_rows is not None:
-            queries = q if tables.position_bias is None else q + tables.position_bias[:, None].to(q.dtype)
+            queries = (
+                q if tables.position_bias is None else q + tables.position_bias[:, None].to(q.dtype)
+            )
             by_query = upcast(queries * scale @ tables.query_rows.mT.to(q.dtype))
         if tables.content_bias is not None:
-            content = (tables.content_bias.to(q.dtype) * scale).expand(len(q), heads, -1)  # [B, H, K]
+            content = (tables.content_bias.to(q.dtype) * scale).expand(
+                len(q), heads, -1
+            )  # [B, H, K]
             by_key = upcast(grouped_matmul(content[:, :, None], k.mT)[:, :, 0])
         if tables.key_rows is not None:
             by_key_distance = upcast(repeat_kv(k, heads) * scale @ tables.key_rows.mT.to(k.dtype))
@@ -83,10 +93,13 @@ class ScoreTerms:
             return None
         # Compiled, a view that score_mod reads would silently get no gradient.
         by_distance, by_query, by_key, by_key_distance, by_pair = (
-            table.clone() if table is not None and table.requires_grad else table for table in tables
+            table.clone() if table is not None and table.requires_grad else table
+            for table in tables
         )
         first, end = self.first, length - 1
-        columns = next((x.shape[-1] for x in (by_distance, by_query, by_key_distance) if x is not None), 1)
+        columns = next(
+            (x.shape[-1] for x in (by_distance, by_query, by_key_distance) if x is not None), 1
+        )
 
         def modified(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             if soft_cap is not None:

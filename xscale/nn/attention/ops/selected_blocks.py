@@ -11,7 +11,9 @@ TILE = 16
 """Queries of a tile; the last tile of a block is padded."""
 
 
-def selected_block_attention(q: Tensor, k: Tensor, v: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+def selected_block_attention(
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor
+) -> tuple[Tensor, Tensor]:
     """Attend to the selected blocks' keys: output [B, H, T, K] and log-sum-exp [B, H, T], -inf if nothing is selected.
 
     q [B, H, T, K], already scaled; k and v [B, G, N, b, K]; selected [B, H, T, M] distinct block indices, -1 for none.
@@ -39,9 +41,9 @@ def selected_block_attention(q: Tensor, k: Tensor, v: Tensor, selected: Tensor) 
     total = scores.logsumexp(-1)
     out = torch.bmm((scores - total[..., None]).exp(), values).flatten(0, 1)
     # Back from slots to pairs; missing pairs get weight zero.
-    slot_of_pair = torch.zeros(batch * heads * length * count, dtype=torch.long, device=q.device).index_copy(
-        0, pair, slot
-    )
+    slot_of_pair = torch.zeros(
+        batch * heads * length * count, dtype=torch.long, device=q.device
+    ).index_copy(0, pair, slot)
     if not len(slot):
         return torch.zeros_like(q), q.new_full(q.shape[:3], float("-inf"))
     outs = out.index_select(0, slot_of_pair).view(batch, heads, length, count, width)
@@ -61,7 +63,9 @@ def merge_attentions(outs: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 def own_block_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Causal attention of each block to itself: q [B, H, N, b, K], k and v [B, G, N, b, K] -> output, log-sum-exp."""
     batch, heads, blocks, size, width = q.shape
-    q = q.view(batch, k.shape[1], -1, blocks, size, width).transpose(2, 3).flatten(3, 4)  # [B, G, N, R*b, K]
+    q = (
+        q.view(batch, k.shape[1], -1, blocks, size, width).transpose(2, 3).flatten(3, 4)
+    )  # [B, G, N, R*b, K]
     hidden = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     hidden = hidden.repeat(heads // k.shape[1], 1)
     scores = (q @ k.mT).masked_fill(hidden, float("-inf"))

@@ -39,7 +39,12 @@ class TableRows:
                 groups[-1][1] = at + 1
             else:
                 groups.append([at, at + 1, head, row])
-        return cls(width, heads, first, tuple((start, stop, head, row) for start, stop, head, row in groups))
+        return cls(
+            width,
+            heads,
+            first,
+            tuple((start, stop, head, row) for start, stop, head, row in groups),
+        )
 
     def shifted(self, offset: int) -> "TableRows":
         """Return the rows that begin so much later in the table."""
@@ -65,7 +70,11 @@ class TableRows:
 
     def index(self, count: int, step: int = 1) -> Tensor:
         """Return flat indices [C / step, W] in a table [H or 1, count], of the rows of every `step`-th block."""
-        rows = self.first[::step, None] + self.offset + torch.arange(self.width, device=self.first.device)
+        rows = (
+            self.first[::step, None]
+            + self.offset
+            + torch.arange(self.width, device=self.first.device)
+        )
         return self.heads[::step, None] * count + rows.clamp_(0, count - 1)
 
     def slices(self, count: int) -> Iterator[tuple[slice, int, "RowSlice"]]:
@@ -99,7 +108,10 @@ class RowSlice:
     @property
     def repeats(self) -> Iterator[tuple[slice, int, int]]:
         """Columns that repeat a row, the row, and its own column; only where there are any."""
-        sides = ((self.before, self.rows.start, self.columns.start), (self.after, self.rows.stop - 1, -1))
+        sides = (
+            (self.before, self.rows.start, self.columns.start),
+            (self.after, self.rows.stop - 1, -1),
+        )
         for columns, row, column in sides:
             if columns.start < columns.stop:
                 yield columns, row, self.columns.stop - 1 if column < 0 else column
@@ -127,7 +139,9 @@ class TableProducts:
             return
         for blocks, head, part in rows.slices(self.table.shape[1]):
             flat = out[blocks].flatten(0, 1)  # [c * m, W]
-            torch.mm(x[blocks].flatten(0, 1), self.table[head, part.rows].T, out=flat[:, part.columns])
+            torch.mm(
+                x[blocks].flatten(0, 1), self.table[head, part.rows].T, out=flat[:, part.columns]
+            )
             for columns, _, column in part.repeats:
                 flat[:, columns] = flat[:, column, None]
 
@@ -168,7 +182,9 @@ class TableProducts:
         self._summed = None
         if gradients.is_cuda:
             index = rows.index(self.table.shape[1], len(rows.heads) // len(gradients))
-            self._sums.view(-1, gradients.shape[2]).index_add_(0, index.flatten(), gradients.flatten(0, 1))
+            self._sums.view(-1, gradients.shape[2]).index_add_(
+                0, index.flatten(), gradients.flatten(0, 1)
+            )
             return
         # On a CPU to add slices takes less time than to add rows by their indices.
         for group, (_, head, part) in zip(gradients, rows.slices(self.table.shape[1]), strict=True):

@@ -25,7 +25,9 @@ def attend_text(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Attention
 
 
 @eager
-def attend_without_padding(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+def attend_without_padding(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+) -> Tensor:
     """Attend by `attend`, q [B, H, T, K], k and v [B, G, S, K] -> [B, H, T, K], zero at padding.
 
     `mask.key_padding` and `mask.query_padding` tell where samples end.
@@ -45,9 +47,13 @@ def attend_without_padding(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask
             key_documents=None,
             spans=None,
             observed=None if mask.observed is None else mask.observed[index, :queries, :keys],
-            bias=None if mask.bias is None else mask.bias.expand(len(q), -1, -1, -1)[index, :, :queries, :keys],
+            bias=None
+            if mask.bias is None
+            else mask.bias.expand(len(q), -1, -1, -1)[index, :, :queries, :keys],
             # Each call attaches losses and adds statistics.
-            aux_loss_weight=None if mask.aux_loss_weight is None else mask.aux_loss_weight / len(groups),
+            aux_loss_weight=None
+            if mask.aux_loss_weight is None
+            else mask.aux_loss_weight / len(groups),
         )
         o = attend(q[index, :, :queries], k[index, :, :keys], v[index, :, :keys], part)
         full = torch.zeros_like(q[index]).index_copy(2, torch.arange(queries, device=q.device), o)

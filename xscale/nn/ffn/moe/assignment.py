@@ -94,7 +94,9 @@ def _cheapest(cost: Array, full: Array, free: Array) -> list[int]:
         before = through.argmin(0)
         shorter = through[before, np.arange(experts)]
         # Rounding must not close a cycle of moves at no cost.
-        better = shorter < distance - 1e-12 * (1 + np.abs(np.where(np.isfinite(distance), distance, 0.0)))
+        better = shorter < distance - 1e-12 * (
+            1 + np.abs(np.where(np.isfinite(distance), distance, 0.0))
+        )
         if not better.any():
             break
         distance, parent = np.where(better, shorter, distance), np.where(better, before, parent)
@@ -115,7 +117,8 @@ def balanced_hash(frequencies: Sequence[float], experts: int, seed: int = 0) -> 
     heap = [(0.0, tie_break, expert) for tie_break, expert in enumerate(order)]
     table = [0] * len(frequencies)
     used = sorted(
-        (token for token, frequency in enumerate(frequencies) if frequency), key=lambda token: -frequencies[token]
+        (token for token, frequency in enumerate(frequencies) if frequency),
+        key=lambda token: -frequencies[token],
     )
     for token in used:
         total, tie_break, expert = heap[0]

@@ -55,11 +55,15 @@ class Experts(Module):
         self.gate_bias: Tensor | None
         self.down_bias: Tensor | None
         # [E, F, D], [E, D, F]: each slice is the weight of a Linear for that expert.
-        self.declare("up", (experts, hidden, width), ("experts", "ffn", "width"), init, linear_map=True)
+        self.declare(
+            "up", (experts, hidden, width), ("experts", "ffn", "width"), init, linear_map=True
+        )
         down = (experts, width, hidden)
         self.declare("down", down, ("experts", "width", "ffn"), residual, linear_map=True)
         if has_gate:
-            self.declare("gate", (experts, hidden, width), ("experts", "ffn", "width"), init, linear_map=True)
+            self.declare(
+                "gate", (experts, hidden, width), ("experts", "ffn", "width"), init, linear_map=True
+            )
         else:
             self.register_parameter("gate", None)
         for name, size in (("up_bias", hidden), ("gate_bias", hidden), ("down_bias", width)):
@@ -69,7 +73,9 @@ class Experts(Module):
             else:
                 self.register_parameter(name, None)
 
-    def forward(self, rows: Tensor, tokens_per_expert: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, rows: Tensor, tokens_per_expert: Tensor, dropout_keys: Tensor | None = None
+    ) -> Tensor:
         """Outputs [M, D] of rows [M, D] sorted by expert.
 
         tokens_per_expert [E] counts the rows of each local expert. dropout_keys [M]: as in `DispatchPlan`; None: no
@@ -91,9 +97,15 @@ class Experts(Module):
     def _hidden(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """Hidden layer [M, F] of rows [M, D] sorted by expert."""
         if self.gate is None:
-            return self.activation(self._grouped_linear(rows, self.up, self.up_bias, tokens_per_expert))
+            return self.activation(
+                self._grouped_linear(rows, self.up, self.up_bias, tokens_per_expert)
+            )
         kernel = self.kernel_choices.get("gated_activation")
-        if self.up_bias is None and not self.limits.changes and gate_up.saves_traffic(rows, self.gate):
+        if (
+            self.up_bias is None
+            and not self.limits.changes
+            and gate_up.saves_traffic(rows, self.gate)
+        ):
             product = self.kernel_choices.get("grouped_gemm")
             up, gate = self.use(self.up), self.use(self.gate)
             return gate_up.gate_up_hidden(
@@ -119,10 +131,15 @@ class Experts(Module):
         """Outputs [k, D] of `experts` for one token x [1, D], without dropout: its row need not be grouped."""
         up, down = self.use(self.up), self.use(self.down)
         gate = None if self.gate is None else self.use(self.gate)
-        biases = [None if bias is None else self.use(bias) for bias in (self.up_bias, self.gate_bias, self.down_bias)]
+        biases = [
+            None if bias is None else self.use(bias)
+            for bias in (self.up_bias, self.gate_bias, self.down_bias)
+        ]
         outputs = []
         for expert in experts:
-            up_bias, gate_bias, down_bias = (None if bias is None else bias[expert] for bias in biases)
+            up_bias, gate_bias, down_bias = (
+                None if bias is None else bias[expert] for bias in biases
+            )
             hidden = F.linear(x, up[expert], up_bias)
             if gate is None:
                 hidden = self.activation(hidden)
@@ -141,16 +158,35 @@ class Experts(Module):
             up_bias = None if self.up_bias is None else self.use(self.up_bias)
             down_bias = None if self.down_bias is None else self.use(self.down_bias)
             return grouped_plain(
-                rows, up, self.use(self.down), tokens_per_expert, self.kind, up_bias=up_bias, down_bias=down_bias
+                rows,
+                up,
+                self.use(self.down),
+                tokens_per_expert,
+                self.kind,
+                up_bias=up_bias,
+                down_bias=down_bias,
             )
-        if self.up_bias is not None or self.limits.changes or not gated.supports(rows, up, self.kind):
+        if (
+            self.up_bias is not None
+            or self.limits.changes
+            or not gated.supports(rows, up, self.kind)
+        ):
             return None
-        return grouped_gated(rows, self.use(self.gate), up, self.use(self.down), tokens_per_expert, self.kind)
+        return grouped_gated(
+            rows, self.use(self.gate), up, self.use(self.down), tokens_per_expert, self.kind
+        )
 
-    def _grouped_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor) -> Tensor:
+    def _grouped_linear(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Tensor
+    ) -> Tensor:
         out = grouped_gemm(
-            rows, self.use(weight), tokens_per_expert, implementation=self.kernel_choices.get("grouped_gemm")
+            rows,
+            self.use(weight),
+            tokens_per_expert,
+            implementation=self.kernel_choices.get("grouped_gemm"),
         )
         if bias is None:
             return out
-        return out + self.use(bias).repeat_interleave(tokens_per_expert, dim=0, output_size=len(rows))
+        return out + self.use(bias).repeat_interleave(
+            tokens_per_expert, dim=0, output_size=len(rows)
+        )

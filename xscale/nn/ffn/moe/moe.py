@@ -92,7 +92,11 @@ class Moe(Ffn):
         super().__init__()
         self.config = config
         traits = ROUTERS.of(config.router).traits
-        self.averages_tokens = config.capacity_factor is not None or traits.balance != "none" or traits.scope == "batch"
+        self.averages_tokens = (
+            config.capacity_factor is not None
+            or traits.balance != "none"
+            or traits.scope == "batch"
+        )
         self.router: Router = ROUTERS.build(config.router, router_dims(config, dims))
         self.experts = Experts(config.expert, dims, config.experts, config.expert_dropout)
         self.dispatch: Dispatch = LocalDispatch()
@@ -106,17 +110,25 @@ class Moe(Ffn):
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
         problems = _check_capacity(config, path) + _check_causal(config, dims, path)
-        problems += must_divide(path, "capacity_groups", config.capacity_groups, "sequence_length", dims.length)
+        problems += must_divide(
+            path, "capacity_groups", config.capacity_groups, "sequence_length", dims.length
+        )
         if config.expert.kind not in ("dense", "gated"):
             what = f"an expert cannot be '{config.expert.kind}'"
-            problems.append(Problem(f"{path}.expert", what, choices=kinds(["dense", "gated"], f"{path}.expert")))
+            problems.append(
+                Problem(f"{path}.expert", what, choices=kinds(["dense", "gated"], f"{path}.expert"))
+            )
         if config.shared is not None:
             problems += FFNS.of(config.shared).part.check(config.shared, dims, f"{path}.shared")
         elif config.shared_combine != "sum":
             what = f"shared_combine={config.shared_combine} without a shared expert"
-            problems.append(Problem(f"{path}.shared_combine", what, "Or give `shared`.", choices=take("sum")))
+            problems.append(
+                Problem(f"{path}.shared_combine", what, "Or give `shared`.", choices=take("sum"))
+            )
         router = ROUTERS.of(config.router).part
-        return problems + list(router.check(config.router, router_dims(config, dims), f"{path}.router"))
+        return problems + list(
+            router.check(config.router, router_dims(config, dims), f"{path}.router")
+        )
 
     def capacity_factor(self, tokens: Tokens) -> float | None:
         """Return the capacity factor of this forward; None: an expert takes all that it is given."""
@@ -128,7 +140,11 @@ class Moe(Ffn):
 
     def capacity_segments(self, count: int, tokens: Tokens) -> Segments:
         """Return the segments of `count` tokens that each have a capacity: groups in training, else sequences."""
-        return Segments.even(count, self.config.capacity_groups) if self.training else sequences_of(tokens)
+        return (
+            Segments.even(count, self.config.capacity_groups)
+            if self.training
+            else sequences_of(tokens)
+        )
 
     def capacity(self, factor: float, tokens: int) -> int:
         """Return the tokens that an expert takes at most from a segment of N tokens."""
@@ -148,7 +164,9 @@ class Moe(Ffn):
         return self.experts_per_token() / self.config.experts
 
     def active_fractions(self) -> dict[str, float]:
-        return {f"experts.{name}": self.active_fraction() for name, _ in self.experts.named_parameters()}
+        return {
+            f"experts.{name}": self.active_fraction() for name, _ in self.experts.named_parameters()
+        }
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         flat = x.flatten(0, 1)  # [N, D]
@@ -167,9 +185,18 @@ class Moe(Ffn):
         A seam: DeepEP sends tokens to other ranks, where `dispatch` sends a row for each expert of a token.
         """
         kernel = self.kernel_choices.get("permute")
-        rows = permute(flat, plan.tokens, token_rows=plan.token_rows, implementation=kernel)  # [M, D]
+        rows = permute(
+            flat, plan.tokens, token_rows=plan.token_rows, implementation=kernel
+        )  # [M, D]
         rows = self.dispatch(rows, plan.tokens_per_expert, self.experts, plan.dropout_keys)
-        return unpermute(rows, plan.tokens, plan.weights, len(flat), token_rows=plan.token_rows, implementation=kernel)
+        return unpermute(
+            rows,
+            plan.tokens,
+            plan.weights,
+            len(flat),
+            token_rows=plan.token_rows,
+            implementation=kernel,
+        )
 
     def _has_shortcut(self, flat: Tensor, tokens: Tokens) -> bool:
         """Whether `flat` is the one token of a step of generation, and nothing else acts on the path to the experts."""
@@ -255,7 +282,9 @@ class Moe(Ffn):
 
 def router_dims(config: Moe.Config, dims: Dims) -> RouterDims:
     """The sizes that the mixture's router is built for."""
-    return RouterDims(dims.width, config.experts, dims.vocabulary, config.capacity_groups, dims.init)
+    return RouterDims(
+        dims.width, config.experts, dims.vocabulary, config.capacity_groups, dims.init
+    )
 
 
 def _check_capacity(config: Moe.Config, path: str) -> list[Problem]:
@@ -264,14 +293,22 @@ def _check_capacity(config: Moe.Config, path: str) -> list[Problem]:
         factor = getattr(config, name)
         if factor is not None and not factor >= 0.5:
             what = f"{name}={factor} drops more than half of the assignments even under a balanced load"
-            problems.append(Problem(f"{path}.{name}", what, "With null none is dropped.", choices=take(1.0, 2.0, None)))
+            problems.append(
+                Problem(
+                    f"{path}.{name}",
+                    what,
+                    "With null none is dropped.",
+                    choices=take(1.0, 2.0, None),
+                )
+            )
     if config.capacity_factor is None and config.eval_capacity_factor is not None:
         what = "eval_capacity_factor without capacity_factor"
         problems.append(
             Problem(
                 f"{path}.eval_capacity_factor",
                 what,
-                choices=take(None) + take(config.eval_capacity_factor, key=f"{path}.capacity_factor"),
+                choices=take(None)
+                + take(config.eval_capacity_factor, key=f"{path}.capacity_factor"),
             )
         )
     return problems
@@ -295,7 +332,13 @@ def noncausal_routing(config: Moe.Config, path: str) -> list[Problem]:
         problems.append(Problem(f"{path}.router", what, choices=routers + allowed))
     several = entry.part.experts_per_token(config.router, config.experts) > 1
     policy = config.drop_policy
-    if config.capacity_factor is not None and policy != "position" and (several or policy != "choice"):
-        what = f"drop_policy={policy} drops a token in favour of a later one, and this model is causal"
+    if (
+        config.capacity_factor is not None
+        and policy != "position"
+        and (several or policy != "choice")
+    ):
+        what = (
+            f"drop_policy={policy} drops a token in favour of a later one, and this model is causal"
+        )
         problems.append(Problem(f"{path}.drop_policy", what, choices=take("position") + allowed))
     return problems

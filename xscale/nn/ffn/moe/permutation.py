@@ -60,13 +60,17 @@ def plan_dispatch(
     order = None if capacity is None else _precedence(routing, drop_policy)
     expert, token = routing.expert, routing.token
     groups = 1 if segments is None else segments.count
-    key = expert if segments is None or segments.is_one else expert * groups + segments.of(token)  # [M]
+    key = (
+        expert if segments is None or segments.is_one else expert * groups + segments.of(token)
+    )  # [M]
     bins = experts * groups
     if routing.kept is not None:
         key = torch.where(routing.kept, key, bins)
     sorted_key, sorting = (key if order is None else key[order]).sort(stable=True)
     order = sorting if order is None else order[sorting]
-    starts = torch.searchsorted(sorted_key, torch.arange(bins + 1, device=sorted_key.device))  # [bins + 1]
+    starts = torch.searchsorted(
+        sorted_key, torch.arange(bins + 1, device=sorted_key.device)
+    )  # [bins + 1]
     load = counts = starts.diff()
     kept = None
     if capacity is not None:
@@ -132,7 +136,11 @@ class Dispatch(Protocol):
     """Interface of `Moe.dispatch`; expert parallelism substitutes `AllToAll` for `LocalDispatch`."""
 
     def __call__(
-        self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
+        self,
+        rows: Tensor,
+        tokens_per_expert: Tensor,
+        experts: ExpertsCall,
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
         """Outputs [M, D] of rows [M, D] sorted by expert, in the same order.
 
@@ -147,7 +155,11 @@ class LocalDispatch:
     """Dispatch with all experts on this rank."""
 
     def __call__(
-        self, rows: Tensor, tokens_per_expert: Tensor, experts: ExpertsCall, dropout_keys: Tensor | None = None
+        self,
+        rows: Tensor,
+        tokens_per_expert: Tensor,
+        experts: ExpertsCall,
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
         if calls_directly(rows) and len(rows) == int(tokens_per_expert.sum()):
             return experts(rows, tokens_per_expert, dropout_keys)

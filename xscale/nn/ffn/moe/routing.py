@@ -42,7 +42,9 @@ class Routing:
         tokens, k = experts.shape
         token = torch.arange(tokens, device=experts.device)
         return Routing(
-            token=token.expand(k, -1).reshape(-1),  # [k * N]; `repeat` takes thrice as long on a CPU
+            token=token.expand(k, -1).reshape(
+                -1
+            ),  # [k * N]; `repeat` takes thrice as long on a CPU
             expert=experts.t().reshape(-1),
             weight=weights.t().reshape(-1),
             probabilities=probabilities,

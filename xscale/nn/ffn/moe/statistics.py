@@ -34,7 +34,10 @@ def copy_to_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {}
     flat = torch.cat([value.flatten() for value in values.values()]).cpu()
     parts = flat.split([value.numel() for value in values.values()])  # type: ignore[no-untyped-call]
-    return {name: part.view(value.shape) for (name, value), part in zip(values.items(), parts, strict=True)}
+    return {
+        name: part.view(value.shape)
+        for (name, value), part in zip(values.items(), parts, strict=True)
+    }
 
 
 def load_stats(load: Tensor) -> dict[str, float]:
@@ -44,7 +47,9 @@ def load_stats(load: Tensor) -> dict[str, float]:
     a tenth of the mean.
     """
     relative = load.double() / load.double().mean()
-    p50, p95 = relative.quantile(torch.tensor([0.5, 0.95], dtype=torch.float64, device=load.device)).tolist()
+    p50, p95 = relative.quantile(
+        torch.tensor([0.5, 0.95], dtype=torch.float64, device=load.device)
+    ).tolist()
     return {
         "cv": float(relative.std(correction=0)),
         "p50": p50,
@@ -70,5 +75,9 @@ def nonfinite(means: dict[str, Tensor]) -> list[str]:
     """Paths of the mixtures whose routing is not finite."""
     ends = ("/confidence", "/entropy", "/aux", "/z")
     return sorted(
-        {name.rsplit("/", 1)[0] for name, value in means.items() if name.endswith(ends) and not value.isfinite().all()}
+        {
+            name.rsplit("/", 1)[0]
+            for name, value in means.items()
+            if name.endswith(ends) and not value.isfinite().all()
+        }
     )

@@ -43,7 +43,9 @@ def upcycle(model: nn.Module, dense: Mapping[str, Tensor], seed: int) -> dict[st
         path = next((path for path in mixtures if name.startswith(f"{path}.")), None)
         if path is None:
             raise ConfigError(
-                name, "the dense checkpoint has no such weight", "Only ffns may differ from the dense model."
+                name,
+                "the dense checkpoint has no such weight",
+                "Only ffns may differ from the dense model.",
             )
         suffix = name[len(path) + 1 :]
         drawn = draw(init, tuple(parameter.shape), seed, name)
@@ -57,17 +59,23 @@ def upcycle(model: nn.Module, dense: Mapping[str, Tensor], seed: int) -> dict[st
     return weights
 
 
-def _check_all_used(dense: Mapping[str, Tensor], model: nn.Module, mixtures: Mapping[str, Moe]) -> None:
+def _check_all_used(
+    dense: Mapping[str, Tensor], model: nn.Module, mixtures: Mapping[str, Moe]
+) -> None:
     """Raise ConfigError for an unused dense weight: the experts would lack a gate or a bias, the model a block."""
     # A tied weight has two names.
     used = set(model.state_dict())
     for path, moe in mixtures.items():
         for name, _ in moe.experts.named_parameters():
-            used.add(f"{path}.{name.removesuffix('_bias')}.{'bias' if name.endswith('_bias') else 'weight'}")
+            used.add(
+                f"{path}.{name.removesuffix('_bias')}.{'bias' if name.endswith('_bias') else 'weight'}"
+            )
     for name in dense:
         if name not in used:
             raise ConfigError(
-                name, "the mixture does not use this dense weight", "Only ffns may differ from the dense model."
+                name,
+                "the mixture does not use this dense weight",
+                "Only ffns may differ from the dense model.",
             )
 
 
@@ -82,10 +90,14 @@ def why_output_changes(moe: Moe, dense_hidden: int) -> list[str]:
         if not router.normalise or router.scale != 1:
             reasons.append("the weights do not sum to 1 without normalise: true and scale: 1")
         if router.top_k % slices:
-            reasons.append(f"top_k={router.top_k} is not a multiple of the {slices} experts that make up one dense ffn")
+            reasons.append(
+                f"top_k={router.top_k} is not a multiple of the {slices} experts that make up one dense ffn"
+            )
         per_group = moe.config.experts // getattr(router, "expert_groups", 1)
         if per_group % slices:
-            reasons.append(f"the {slices} experts that make up one dense ffn are not in one group of {per_group}")
+            reasons.append(
+                f"the {slices} experts that make up one dense ffn are not in one group of {per_group}"
+            )
     if config.capacity_factor is not None:
         reasons.append("capacity_factor drops tokens")
     if config.shared_combine == "softmax":
@@ -98,7 +110,9 @@ def _slices_per_ffn(path: str, moe: Moe, dense: Mapping[str, Tensor]) -> int:
     up = dense.get(f"{path}.up.weight")
     if up is None:
         raise ConfigError(
-            f"{path}.up.weight", "the dense checkpoint has no such weight", "Upcycle dense or gated ffns."
+            f"{path}.up.weight",
+            "the dense checkpoint has no such weight",
+            "Upcycle dense or gated ffns.",
         )
     experts, hidden, width = moe.experts.up.shape
     slices = up.shape[0] // hidden
@@ -117,7 +131,9 @@ def _experts(path: str, moe: Moe, dense: Mapping[str, Tensor]) -> dict[str, Tens
         source = f"{path}.{kind}.{'bias' if name.endswith('_bias') else 'weight'}"
         if source not in dense:
             raise ConfigError(
-                source, "the dense checkpoint has no such weight", "The experts must be of the dense ffn's kind."
+                source,
+                "the dense checkpoint has no such weight",
+                "The experts must be of the dense ffn's kind.",
             )
         value = dense[source]
         if name == "down":

@@ -44,7 +44,9 @@ def document_runs(tokens: Tokens) -> list[list[DocumentRun]]:
     """Return the runs of each sample, in order."""
     assert tokens.documents is not None, "the sequences are not packed"
     documents = tokens.documents
-    runs: list[list[DocumentRun]] = tokens.shared_values.get_or_compute(_KEY, lambda: _find_runs(documents))
+    runs: list[list[DocumentRun]] = tokens.shared_values.get_or_compute(
+        _KEY, lambda: _find_runs(documents)
+    )
     return runs
 
 

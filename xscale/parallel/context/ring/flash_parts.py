@@ -38,7 +38,11 @@ class FlashParts:
     def of(cls, q: Tensor, mask: ShardedAttentionMask) -> "FlashParts | None":
         """Return the parts; None where the mask is not plain, or the device has no fused kernel for q."""
         queries, keys = mask.query_shard, mask.key_shard
-        if mask.position is not None or (mask.causal and queries.length != keys.length) or not is_supported(q):
+        if (
+            mask.position is not None
+            or (mask.causal and queries.length != keys.length)
+            or not is_supported(q)
+        ):
             return None
         by_owner = None if None in (queries.documents, keys.documents) else _parts_by_owner(mask)
         return cls(mask.sharding, queries.length, keys.length, mask.causal, by_owner)
@@ -52,32 +56,56 @@ class FlashParts:
         """
         if self.by_owner is not None:
             return self.by_owner[owner]
-        size, width = self.sharding.chunk_length(self.queries), self.sharding.chunk_length(self.keys)
+        size, width = (
+            self.sharding.chunk_length(self.queries),
+            self.sharding.chunk_length(self.keys),
+        )
         key_chunks = self.sharding.rank_chunks(owner)
         real = [min(width, max(0, self.keys - chunk * width)) for chunk in key_chunks]
         if not self.causal or owner == self.sharding.rank:
             # As many keys as queries in a causal part, so with padding, which padding alone sees.
             columns = 2 * width if self.causal else sum(real)
-            return [FlashPart(slice(0, 2 * size), slice(0, columns), self.causal)] if sum(real) else []
+            return (
+                [FlashPart(slice(0, 2 * size), slice(0, columns), self.causal)] if sum(real) else []
+            )
         first, second = (
-            sum(count for key_chunk, count in zip(key_chunks, real, strict=True) if key_chunk < query_chunk)
+            sum(
+                count
+                for key_chunk, count in zip(key_chunks, real, strict=True)
+                if key_chunk < query_chunk
+            )
             for query_chunk in self.sharding.rank_chunks(self.sharding.rank)
         )
-        rows = [(0, 2 * size, first)] if first == second else [(0, size, first), (size, 2 * size, second)]
-        return [FlashPart(slice(start, stop), slice(0, count), False) for start, stop, count in rows if count]
+        rows = (
+            [(0, 2 * size, first)]
+            if first == second
+            else [(0, size, first), (size, 2 * size, second)]
+        )
+        return [
+            FlashPart(slice(start, stop), slice(0, count), False)
+            for start, stop, count in rows
+            if count
+        ]
 
-    def merge(self, owner: int, out: Tensor, total: Tensor, q: Tensor, kv: Tensor, used: Sequence[Tensor]) -> None:
+    def merge(
+        self, owner: int, out: Tensor, total: Tensor, q: Tensor, kv: Tensor, used: Sequence[Tensor]
+    ) -> None:
         """Merge the softmax over `owner`'s keys into that over the keys so far, in place.
 
         `out` is [B, H, P, K], `total` the log-sum-exp [B, H, P], `kv` [2, B, G, P, K].
         """
         k, v = kv
         for part in self.parts(owner):
-            rows, columns = (part.samples, slice(None), part.rows), (part.samples, slice(None), part.columns)
+            rows, columns = (
+                (part.samples, slice(None), part.rows),
+                (part.samples, slice(None), part.columns),
+            )
             mean, log_sum = attend(q[rows], k[columns], v[columns], part.causal)
             before = total[rows]
             both = torch.logaddexp(before, log_sum)
-            out[rows].mul_((before - both).exp()[..., None]).add_(mean * (log_sum - both).exp()[..., None])
+            out[rows].mul_((before - both).exp()[..., None]).add_(
+                mean * (log_sum - both).exp()[..., None]
+            )
             total[rows] = both
 
     def add_gradients(
@@ -94,7 +122,10 @@ class FlashParts:
         """
         (to_q, to_kv), (q, (k, v)), (grad_out, out, total) = sums, inputs, outputs
         for part in self.parts(owner):
-            rows, columns = (part.samples, slice(None), part.rows), (part.samples, slice(None), part.columns)
+            rows, columns = (
+                (part.samples, slice(None), part.rows),
+                (part.samples, slice(None), part.columns),
+            )
             grad_q, grad_k, grad_v = attend_backward(
                 grad_out[rows], q[rows], k[columns], v[columns], out[rows], total[rows], part.causal
             )
@@ -111,7 +142,10 @@ def _parts_by_owner(mask: ShardedAttentionMask) -> tuple[list[FlashPart], ...]:
 
     def compute() -> tuple[list[FlashPart], ...]:
         ranks = range(sharding.count)
-        return tuple(parts_of_documents(sharding, owner, *runs, lengths, causal=mask.causal) for owner in ranks)
+        return tuple(
+            parts_of_documents(sharding, owner, *runs, lengths, causal=mask.causal)
+            for owner in ranks
+        )
 
     key = f"ring_parts/{mask.causal}/{queries.full is keys.full}"
     parts: tuple[list[FlashPart], ...] = queries.shared_values.get_or_compute(key, compute)
@@ -125,7 +159,12 @@ def is_supported(q: Tensor) -> bool:
         return False
     if q.device.type == "cpu":
         return q.dtype in CPU_DTYPES
-    if q.device.type != "cuda" or q.dtype not in CUDA_DTYPES or q.shape[-1] % 8 or q.shape[-1] > 256:
+    if (
+        q.device.type != "cuda"
+        or q.dtype not in CUDA_DTYPES
+        or q.shape[-1] % 8
+        or q.shape[-1] > 256
+    ):
         return False
     has_kernel = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
     return has_kernel and torch.cuda.get_device_capability(q.device) >= (8, 0)
@@ -146,7 +185,9 @@ def attend_backward(
     """Return the gradients of q, k and v; `out` and `log_sum` may be over more keys than k has."""
     log_sum = log_sum.contiguous()
     if q.device.type == "cpu":
-        gradients = torch_private.cpu_flash_attention_backward(grad_out, q, k, v, out, log_sum, 0.0, causal)
+        gradients = torch_private.cpu_flash_attention_backward(
+            grad_out, q, k, v, out, log_sum, 0.0, causal
+        )
     else:
         lengths = None, None, q.shape[2], k.shape[2]
         # The state of the random numbers, which no dropout reads.

@@ -41,7 +41,11 @@ def unsupported_reason(attention: ShardedAttention, cp: int, tp: int) -> str | N
     if getattr(attention.core, "soft_cap", None) is not None:
         return "the tiles of the ring do not cap scores"
     position = attention.position
-    if position is not None and position.adds_scores and not POSITIONS.get(str(position.Config.kind)).traits.relative:
+    if (
+        position is not None
+        and position.adds_scores
+        and not POSITIONS.get(str(position.Config.kind)).traits.relative
+    ):
         return "the tiles of the ring know distances, and the position's terms of the scores read positions"
     return None
 
@@ -67,7 +71,9 @@ class Ring:
         return attend(q, k, v, mask, self.core.sink_logits())
 
 
-def _ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask, sinks: Tensor | None) -> Tensor:
+def _ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask, sinks: Tensor | None
+) -> Tensor:
     """[B, H, P, K] -> [B, H, P, K]; `sinks` [H] are logits in the denominators."""
     # Parameters that all layers share belong to the stack.
     tables = getattr(mask.position, "layer_tables", None)
@@ -78,7 +84,9 @@ def _ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask,
 
 
 @eager
-def _packed_ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask, sinks: Tensor | None) -> Tensor:
+def _packed_ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: ShardedAttentionMask, sinks: Tensor | None
+) -> Tensor:
     """Attend outside compiled graphs, which would hold the documents of one micro-batch. As `_ring_attention`."""
     return _ring_attention(q, k, v, mask, sinks)
 
@@ -117,11 +125,18 @@ class _RingTiles:
     dtype: torch.dtype
     """Compute dtype."""
 
-    def merge(self, owner: int, out: Tensor, total: Tensor, q: Tensor, kv: Tensor, used: Sequence[Tensor]) -> None:
+    def merge(
+        self, owner: int, out: Tensor, total: Tensor, q: Tensor, kv: Tensor, used: Sequence[Tensor]
+    ) -> None:
         """Merge the softmax over `owner`'s keys into that over the keys so far, in place.
 
         `out` is [B, H, P, K], `total` the log-sum-exp [B, H, P], `kv` [2, B, G, P, K]; `used` are the parameters."""
-        out, total, q, (k, v) = _grouped(out, kv), _grouped(total, kv), upcast(_grouped(q, kv)), upcast(kv)
+        out, total, q, (k, v) = (
+            _grouped(out, kv),
+            _grouped(total, kv),
+            upcast(_grouped(q, kv)),
+            upcast(kv),
+        )
         with self.parameters.replaced(used):
             for tile in self.tiles(owner):
                 _merge(out, total, tile, q, k, v)
@@ -143,7 +158,9 @@ class _RingTiles:
         q, (k, v) = upcast(_grouped(q, kv)), upcast(kv)
         with self.parameters.replaced(terms.leaves):
             for tile in self.tiles(owner):
-                _add_gradients(_grouped(to_q, kv), to_kv, tile, (q, k, v), (grad_out, dot, total), terms)
+                _add_gradients(
+                    _grouped(to_q, kv), to_kv, tile, (q, k, v), (grad_out, dot, total), terms
+                )
 
     def tiles(self, owner: int) -> Iterator[_Tile]:
         """Yield the tiles of this rank's queries and `owner`'s keys in which any key is visible."""
@@ -157,17 +174,25 @@ class _RingTiles:
                     count = min(TILE, size - first)
                     local, position = query_number * size + first, query_chunk * size + first
                     # No query sees the keys behind the tile's last one.
-                    keys = min(width, first + count) if self.mask.causal and key_chunk == query_chunk else width
+                    keys = (
+                        min(width, first + count)
+                        if self.mask.causal and key_chunk == query_chunk
+                        else width
+                    )
                     local_keys = slice(key_number * width, key_number * width + keys)
                     key_positions = range(key_chunk * width, key_chunk * width + keys)
                     query_positions = range(position, position + count)
-                    yield self._tile(slice(local, local + count), local_keys, query_positions, key_positions)
+                    yield self._tile(
+                        slice(local, local + count), local_keys, query_positions, key_positions
+                    )
 
     def _tile(self, local_rows: slice, local_columns: slice, rows: range, columns: range) -> _Tile:
         """`rows` and `columns` are positions in the full sequence."""
         mask = self.mask
         device = mask.query_shard.ids.device
-        keys, queries = (torch.arange(span.start, span.stop, device=device) for span in (columns, rows))
+        keys, queries = (
+            torch.arange(span.start, span.stop, device=device) for span in (columns, rows)
+        )
         visible = None
         if mask.causal and columns.stop > rows.start:
             visible = (keys[None, :] <= queries[:, None])[None, None]
@@ -187,7 +212,9 @@ class _RingTiles:
         if pairs is not None:
             causal = mask.causal and columns.stop > rows.start
             offset = rows.start - columns.start
-            pairs = replace(pairs, queries=len(rows), keys=len(columns), offset=offset, causal=causal)
+            pairs = replace(
+                pairs, queries=len(rows), keys=len(columns), offset=offset, causal=causal
+            )
         places = (
             _slice(mask.query_shard.full.positions, rows, 0),
             _slice(mask.key_shard.full.positions, columns, 0),
@@ -202,7 +229,9 @@ def _slice(full: Tensor | None, positions: range, fill: int) -> Tensor:
     values = full[:, positions.start : positions.stop]
     if not missing:
         return values
-    return torch.cat((values, values.new_full((len(values), len(positions) - values.shape[1]), fill)), 1)
+    return torch.cat(
+        (values, values.new_full((len(values), len(positions) - values.shape[1]), fill)), 1
+    )
 
 
 class _RingAttention(torch.autograd.Function):
@@ -231,7 +260,10 @@ class _RingAttention(torch.autograd.Function):
         terms = TermGradients.of(used)
         # Of whole tokens, as the projection of the output gives it: no copy then.
         sharding, grad_out = ring.sharding, gradient.transpose(1, 2).contiguous().transpose(1, 2)
-        to_q, kv = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32)), torch.stack((k, v))
+        to_q, kv = (
+            torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32)),
+            torch.stack((k, v)),
+        )
         grads_in_flight: RingTransfer | None = None
         for step in range(sharding.count):
             next_kv = ring_send(kv, sharding.group) if step < sharding.count - 1 else None
@@ -244,7 +276,10 @@ class _RingAttention(torch.autograd.Function):
             kv = kv if next_kv is None else next_kv.wait()
         assert grads_in_flight is not None
         to_k, to_v = grads_in_flight.wait()
-        of_used = (None if x is None else x.to(leaf.dtype) for x, leaf in zip(terms.sums, used, strict=True))
+        of_used = (
+            None if x is None else x.to(leaf.dtype)
+            for x, leaf in zip(terms.sums, used, strict=True)
+        )
         to_sinks = None if sinks is None else gradient_of_sinks(sinks, grad_out, out, total)
         return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), to_sinks, None, *of_used
 

@@ -27,11 +27,17 @@ class PositionParameters:
     def of(parts: Sequence[nn.Module | None]) -> "PositionParameters":
         """Return those of `parts` and of the modules in them."""
         modules = [module for part in parts if part is not None for module in part.modules()]
-        return PositionParameters(tuple(module for module in dict.fromkeys(modules) if isinstance(module, Module)))
+        return PositionParameters(
+            tuple(module for module in dict.fromkeys(modules) if isinstance(module, Module))
+        )
 
     def used(self) -> list[Tensor]:
         """Return the parameters as forward computes with them: local and in compute dtype."""
-        return [module.use(parameter) for module in self.modules for parameter in module.parameters(recurse=False)]
+        return [
+            module.use(parameter)
+            for module in self.modules
+            for parameter in module.parameters(recurse=False)
+        ]
 
     @contextmanager
     def replaced(self, values: Sequence[Tensor]) -> Iterator[None]:
@@ -39,8 +45,12 @@ class PositionParameters:
         hooks, remaining = [module.param_hook for module in self.modules], iter(values)
         try:
             for module in self.modules:
-                names = {id(parameter): next(remaining) for parameter in module.parameters(recurse=False)}
-                substitute(module, "param_hook", lambda parameter, names=names: names[id(parameter)])
+                names = {
+                    id(parameter): next(remaining) for parameter in module.parameters(recurse=False)
+                }
+                substitute(
+                    module, "param_hook", lambda parameter, names=names: names[id(parameter)]
+                )
             yield
         finally:
             for module, hook in zip(self.modules, hooks, strict=True):
@@ -65,7 +75,9 @@ class TileTerms:
             added = self.position.bias(*self.places)
             assert added is not None
         else:
-            added = self.position.scores(q.flatten(1, 2).to(self.dtype), k.to(self.dtype), self.pairs)
+            added = self.position.scores(
+                q.flatten(1, 2).to(self.dtype), k.to(self.dtype), self.pairs
+            )
         return _grouped(added, q)
 
     def values(self, weights: Tensor) -> Tensor | None:
@@ -99,11 +111,14 @@ class TermGradients:
         if not added.requires_grad:
             return tuple(torch.zeros_like(x) for x in inputs)
         leaves = (*inputs, *self.leaves)
-        gradients = torch.autograd.grad(added, leaves, gradient.sum_to_size(added.shape), allow_unused=True)
+        gradients = torch.autograd.grad(
+            added, leaves, gradient.sum_to_size(added.shape), allow_unused=True
+        )
         for number, new in enumerate(gradients[len(inputs) :]):
             if new is not None:
                 total = self.sums[number]
                 self.sums[number] = upcast(new) if total is None else total + upcast(new)
         return tuple(
-            torch.zeros_like(x) if new is None else new for x, new in zip(inputs, gradients[: len(inputs)], strict=True)
+            torch.zeros_like(x) if new is None else new
+            for x, new in zip(inputs, gradients[: len(inputs)], strict=True)
         )

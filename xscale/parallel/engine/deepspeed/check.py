@@ -10,7 +10,9 @@ from xscale.mesh.axes import Degrees
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 
 
-def check(config: ParallelConfig, precision: PrecisionConfig, degrees: Degrees, path: str) -> list[Problem]:
+def check(
+    config: ParallelConfig, precision: PrecisionConfig, degrees: Degrees, path: str
+) -> list[Problem]:
     """Problems of the settings; `path` is the dotted path of section `parallel`."""
     zero = f"{path}.zero"
     if config.zero.engine == "torch":
@@ -18,12 +20,27 @@ def check(config: ParallelConfig, precision: PrecisionConfig, degrees: Degrees, 
         if (offload.optimizer, offload.parameters) == ("none", "none"):
             return []
         what = "the torch engine does not offload"
-        nothing = change((f"{zero}.offload.optimizer", "none"), (f"{zero}.offload.parameters", "none"))
-        return [Problem(f"{zero}.offload", what, choices=take("deepspeed", key=f"{zero}.engine") + nothing)]
+        nothing = change(
+            (f"{zero}.offload.optimizer", "none"), (f"{zero}.offload.parameters", "none")
+        )
+        return [
+            Problem(
+                f"{zero}.offload", what, choices=take("deepspeed", key=f"{zero}.engine") + nothing
+            )
+        ]
     if find_spec("deepspeed") is None:
         what = "the package deepspeed is not installed"
-        return [Problem(f"{zero}.engine", what, "Or run: pip install 'deepspeed>=0.19,<0.20'.", choices=take("torch"))]
-    return _layout(config, degrees, path) + _offload(config, zero) + _numbers(config, precision, path)
+        return [
+            Problem(
+                f"{zero}.engine",
+                what,
+                "Or run: pip install 'deepspeed>=0.19,<0.20'.",
+                choices=take("torch"),
+            )
+        ]
+    return (
+        _layout(config, degrees, path) + _offload(config, zero) + _numbers(config, precision, path)
+    )
 
 
 def check_model(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
@@ -34,7 +51,14 @@ def check_model(model: nn.Module, config: ParallelConfig, path: str) -> list[Pro
     what = f"DeepSpeed's stage 3 would shard {fixed[0]} too, which has no gradient"
     without = "bias_update_rate, the core routing_transformer, trainable=false"
     fix = f"Or take a model without it ({without})."
-    return [Problem(f"{path}.zero.stage", what, fix, choices=take(1, 2) + take("torch", key=f"{path}.zero.engine"))]
+    return [
+        Problem(
+            f"{path}.zero.stage",
+            what,
+            fix,
+            choices=take(1, 2) + take("torch", key=f"{path}.zero.engine"),
+        )
+    ]
 
 
 def _layout(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem]:
@@ -47,8 +71,12 @@ def _layout(config: ParallelConfig, degrees: Degrees, path: str) -> list[Problem
         what = "stage 0 shards nothing"
         problems.append(Problem(f"{path}.zero.stage", what, choices=take(1, 2, 3) + torch))
     if degrees.pp > 1:
-        what = "DeepSpeed cannot run our pipeline: it would miss the gradients of all stages but one"
-        problems.append(Problem(f"{path}.mesh.pp", what, "Or take tp or cp.", choices=torch + take(1)))
+        what = (
+            "DeepSpeed cannot run our pipeline: it would miss the gradients of all stages but one"
+        )
+        problems.append(
+            Problem(f"{path}.mesh.pp", what, "Or take tp or cp.", choices=torch + take(1))
+        )
     if degrees.dp_replicate > 1:
         what = "DeepSpeed shards over all data-parallel ranks and does not replicate such groups"
         problems.append(Problem(f"{path}.mesh.dp_replicate", what, choices=take(1) + torch))
@@ -71,7 +99,13 @@ def _offload(config: ParallelConfig, zero: str) -> list[Problem]:
         problems.append(Problem(f"{zero}.offload.parameters", what, choices=choices))
     if offload.optimizer == "nvme" and config.zero.stage < 3:
         what = f"DeepSpeed offloads the states of stage {config.zero.stage} to the CPU only"
-        problems.append(Problem(f"{zero}.offload.optimizer", what, choices=take("cpu") + take(3, key=f"{zero}.stage")))
+        problems.append(
+            Problem(
+                f"{zero}.offload.optimizer",
+                what,
+                choices=take("cpu") + take(3, key=f"{zero}.stage"),
+            )
+        )
     if offload.parameters != "none" and offload.optimizer == "none":
         what = "DeepSpeed cannot keep states on the device when it offloads the parameters"
         problems.append(Problem(f"{zero}.offload.optimizer", what, choices=take("cpu", "nvme")))
@@ -88,7 +122,11 @@ def _offload(config: ParallelConfig, zero: str) -> list[Problem]:
     if "nvme" not in places and offload.folder is not None:
         what = "a folder is given, and nothing is offloaded to nvme"
         problems.append(
-            Problem(f"{zero}.offload.folder", what, choices=take(None) + take("nvme", key=f"{zero}.offload.optimizer"))
+            Problem(
+                f"{zero}.offload.folder",
+                what,
+                choices=take(None) + take("nvme", key=f"{zero}.offload.optimizer"),
+            )
         )
     if "nvme" in places and (reason := missing_async_io()):
         fix, choices = (
@@ -103,7 +141,11 @@ def missing_async_io() -> str | None:
     """Why DeepSpeed's asynchronous I/O cannot be built on this machine; None when it can."""
     from xscale.parallel.engine.deepspeed.engine import has_async_io
 
-    return None if has_async_io() else "DeepSpeed needs libaio to read and write nvme, and it is not installed"
+    return (
+        None
+        if has_async_io()
+        else "DeepSpeed needs libaio to read and write nvme, and it is not installed"
+    )
 
 
 def _numbers(config: ParallelConfig, precision: PrecisionConfig, path: str) -> list[Problem]:
@@ -120,6 +162,10 @@ def _numbers(config: ParallelConfig, precision: PrecisionConfig, path: str) -> l
     if config.compile and config.zero.stage == 3:
         what = "DeepSpeed's stage 3 fetches parameters inside a block's forward, which torch.compile cannot capture"
         problems.append(
-            Problem(f"{path}.compile", what, choices=take(False) + take(1, 2, key=f"{path}.zero.stage") + torch)
+            Problem(
+                f"{path}.compile",
+                what,
+                choices=take(False) + take(1, 2, key=f"{path}.zero.stage") + torch,
+            )
         )
     return problems

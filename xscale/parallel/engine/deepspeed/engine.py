@@ -24,7 +24,12 @@ from xscale.nn.blocks.block import Block
 from xscale.nn.module import parameter_decays
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.engine.deepspeed.optimizer import Build, FlatOptimizer, flat_states
-from xscale.parallel.engine.deepspeed.partition import PackedPartition, ParameterSpan, Partition, SlicedPartition
+from xscale.parallel.engine.deepspeed.partition import (
+    PackedPartition,
+    ParameterSpan,
+    Partition,
+    SlicedPartition,
+)
 from xscale.parallel.engine.deepspeed.settings import deepspeed_config
 from xscale.parallel.shard.sharded import local_shape_and_offset
 
@@ -99,19 +104,32 @@ class DeepSpeedEngine:
         self.device, self.repeats = mesh.device, mesh.degrees.tp
         self.parameters = dict(model.named_parameters())
         self.boxes = {name: _box(parameter) for name, parameter in self.parameters.items()}
-        trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        trained = {
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        }
         param_groups: list[dict[str, Any]] = [
-            {"params": [value for name, value in trained.items() if model_decays[name] is decays], "decays": decays}
+            {
+                "params": [
+                    value for name, value in trained.items() if model_decays[name] is decays
+                ],
+                "decays": decays,
+            }
             for decays in (True, False)
         ]
         param_groups = [group for group in param_groups if group["params"]]
         # DeepSpeed averages gradients over the data-parallel ranks; ours are sums, also those of auxiliary losses.
-        self.optimizer = FlatOptimizer(param_groups, build, clip_grad_norm, scale=self.groups.data.size())
+        self.optimizer = FlatOptimizer(
+            param_groups, build, clip_grad_norm, scale=self.groups.data.size()
+        )
         cuda = mesh.device.type == "cuda"
         ds_config = deepspeed_config(model, config, micro_batch, micro_batches, cuda)
         self.engine = _initialize(model, self.optimizer, self.groups, ds_config, cuda)
         zero = self.engine.optimizer
-        self.partition: Partition = SlicedPartition(zero) if config.zero.stage == 3 else PackedPartition(zero)
+        self.partition: Partition = (
+            SlicedPartition(zero) if config.zero.stage == 3 else PackedPartition(zero)
+        )
         self.spans = {name: self.partition.span(parameter) for name, parameter in trained.items()}
         self.decays = [group["decays"] for group in self.optimizer.param_groups]
         for number in range(len(self.partition.flats)):
@@ -212,7 +230,9 @@ class DeepSpeedEngine:
             with self.partition.fetched(number):
                 states = self._states(number)
                 if on_disk:
-                    states = self.staged[number] = {kind: values.clone() for kind, values in states.items()}
+                    states = self.staged[number] = {
+                        kind: values.clone() for kind, values in states.items()
+                    }
             partitions.append(states)
         return partitions
 
@@ -242,7 +262,11 @@ def has_async_io() -> bool:
 
 
 def _initialize(
-    model: nn.Module, optimizer: FlatOptimizer, groups: ProcessGroups, ds_config: dict[str, Any], cuda: bool
+    model: nn.Module,
+    optimizer: FlatOptimizer,
+    groups: ProcessGroups,
+    ds_config: dict[str, Any],
+    cuda: bool,
 ) -> Any:
     set_deepspeed_accelerator("cuda" if cuda else "cpu")
     import deepspeed

@@ -21,7 +21,12 @@ class PartitionOptimizer(Protocol):
 
 def flat_states(optimizer: PartitionOptimizer) -> dict[str, Tensor]:
     """Return each state of the optimizer's one flat tensor."""
-    return {name: value for name, values in optimizer.states().items() for value in values if value is not None}
+    return {
+        name: value
+        for name, values in optimizer.states().items()
+        for value in values
+        if value is not None
+    }
 
 
 Build = Callable[[Tensor, bool], PartitionOptimizer]
@@ -31,7 +36,9 @@ Build = Callable[[Tensor, bool], PartitionOptimizer]
 class FlatOptimizer(torch.optim.Optimizer):
     """Updates each flat tensor that DeepSpeed puts into `param_groups`, which DeepSpeed replaces during a step."""
 
-    def __init__(self, groups: list[dict[str, Any]], build: Build, clip_grad_norm: float | None, scale: float) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], build: Build, clip_grad_norm: float | None, scale: float
+    ) -> None:
         """Each group has a flag `decays`. DeepSpeed divides gradients, and so their norm, by `scale`."""
         super().__init__(groups, {"lr": 0.0})
         self.build, self.clip_grad_norm, self.scale = build, clip_grad_norm, scale
@@ -68,12 +75,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for flat in group["params"]:
                 gradient = flat.grad
-                self.optimizer_of(flat, group["decays"]).scaled_step([gradient], group["lr"], factor)
+                self.optimizer_of(flat, group["decays"]).scaled_step(
+                    [gradient], group["lr"], factor
+                )
                 # DeepSpeed keeps the buffer when it has offloaded it.
                 flat.grad = gradient
 
     def counters(self) -> dict[str, int]:
-        return next(iter(self.optimizers.values())).counters() if self.optimizers else self.pending_counters
+        return (
+            next(iter(self.optimizers.values())).counters()
+            if self.optimizers
+            else self.pending_counters
+        )
 
     def set_counters(self, counters: dict[str, int]) -> None:
         self.pending_counters = counters

@@ -110,7 +110,11 @@ class SlicedPartition:
     def gradient_norm(self) -> float:
         norms = [torch.as_tensor(norm) for norm in self.optimizer._get_norm_groups()]
         # A group's norm that is not finite comes as -1.
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if all(norm >= 0 for norm in norms) else math.inf
+        return (
+            float(torch.linalg.vector_norm(torch.stack(norms)))
+            if all(norm >= 0 for norm in norms)
+            else math.inf
+        )
 
     def publish(self) -> None:
         for number in range(len(self.flats)):

@@ -30,7 +30,9 @@ def deepspeed_config(
         "contiguous_gradients": True,
         "overlap_comm": cuda,
         "reduce_scatter": True,
-        "reduce_bucket_size": bucket_size(sum(parameter.numel() for parameter in model.parameters())),
+        "reduce_bucket_size": bucket_size(
+            sum(parameter.numel() for parameter in model.parameters())
+        ),
         "stage3_param_persistence_threshold": max(vectors, default=0),
         # These two patch functions of torch.
         "memory_efficient_linear": False,
@@ -44,7 +46,9 @@ def deepspeed_config(
                 zero[key]["nvme_path"] = offload.folder
     if offload.parameters == "nvme":
         # Elements of a buffer, which holds one parameter; the default takes 2 GB for the smallest model.
-        zero["offload_param"]["buffer_size"] = max(parameter.numel() for parameter in model.parameters())
+        zero["offload_param"]["buffer_size"] = max(
+            parameter.numel() for parameter in model.parameters()
+        )
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": micro_batches,

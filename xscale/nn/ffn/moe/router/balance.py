@@ -24,8 +24,12 @@ def load_fractions(token: Tensor, expert: Tensor, like: Tensor, segments: Segmen
     """
     experts, count = like.shape[1], segments.count
     bins = expert if segments.is_one else segments.of(token) * experts + expert
-    counts = torch.zeros(count * experts, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    counts = counts.scatter_add_(0, bins, torch.ones_like(counts[:1]).expand(len(bins))).view(count, experts)
+    counts = torch.zeros(
+        count * experts, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
+    )
+    counts = counts.scatter_add_(0, bins, torch.ones_like(counts[:1]).expand(len(bins))).view(
+        count, experts
+    )
     return counts / counts.sum(1, keepdim=True)
 
 
@@ -89,7 +93,9 @@ class ZLoss:
 
     def aux_losses(self, tokens: Tokens, logits: Tensor) -> Losses:
         """Logits [N, E]; no loss if it has no weight, or nothing in this forward uses it."""
-        if not self.weight or (tokens.forward.aux_loss_weight is None and tokens.forward.stats is None):
+        if not self.weight or (
+            tokens.forward.aux_loss_weight is None and tokens.forward.stats is None
+        ):
             return None, {}
         z = z_loss(logits)
         return self.weight * z, {"z": z}
@@ -119,7 +125,9 @@ class AuxLoss(PostStepState):
         else:
             router.register_parameter("load", None)
 
-    def aux_losses(self, tokens: Tokens, logits: Tensor, probabilities: Tensor, experts: Tensor) -> Losses:
+    def aux_losses(
+        self, tokens: Tokens, logits: Tensor, probabilities: Tensor, experts: Tensor
+    ) -> Losses:
         """The z-loss of logits [N, E] plus the load-balancing loss of probabilities [N, E] and experts [N, k].
 
         The load-balancing loss is measured even if its weight is 0.
@@ -128,16 +136,22 @@ class AuxLoss(PostStepState):
         weight = self.config.aux_loss_weight
         if tokens.forward.stats is None and (tokens.forward.aux_loss_weight is None or not weight):
             return total, stats
-        token = torch.arange(len(experts), device=experts.device).repeat_interleave(experts.shape[1])
+        token = torch.arange(len(experts), device=experts.device).repeat_interleave(
+            experts.shape[1]
+        )
         load = self.router.load
         if load is not None:
             stats["aux"] = load_balancing_loss_with(probabilities, self.router.use(load))
             # `update_state` gives it to the next step, once it is averaged over the whole batch.
             micro_batch = Segments.even(len(experts), 1)
-            stats["share"] = load_fractions(token, experts.reshape(-1), probabilities.double(), micro_batch)[0]
+            stats["share"] = load_fractions(
+                token, experts.reshape(-1), probabilities.double(), micro_batch
+            )[0]
         else:
             by_sequence = self.config.balance_over == "sequence"
-            segments = sequences_of(tokens) if by_sequence else Segments.even(len(experts), self.groups)
+            segments = (
+                sequences_of(tokens) if by_sequence else Segments.even(len(experts), self.groups)
+            )
             stats["aux"] = load_balancing_loss(probabilities, token, experts.reshape(-1), segments)
         if weight:
             total = weight * stats["aux"] + (0 if total is None else total)

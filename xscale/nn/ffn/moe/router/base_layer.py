@@ -21,7 +21,9 @@ from xscale.nn.tokens import Tokens
 @ROUTERS.register(
     "base_layer",
     aliases=("base",),
-    traits=RouterTraits(choice="token", top_k=1, drops=False, scope="batch", causal=False, balance="assignment"),
+    traits=RouterTraits(
+        choice="token", top_k=1, drops=False, scope="batch", causal=False, balance="assignment"
+    ),
     deviations=(
         "An expert is the one ffn that the config names; the paper's is a stack of residual ffns.",
         "The loader's shuffle takes the place of the paper's shuffle of tokens between workers.",
@@ -51,4 +53,6 @@ class BalancedAssignmentRouter(Router):
         experts = self.assign(logits.detach()) if self.training else logits.argmax(1)  # [N]
         weights = logits.gather(1, experts[:, None]).sigmoid()  # [N, 1]
         loss, stats = self.z_loss.aux_losses(tokens, logits)
-        return Routing.from_topk(experts[:, None], weights, logits.softmax(1), loss=loss, stats=stats)
+        return Routing.from_topk(
+            experts[:, None], weights, logits.softmax(1), loss=loss, stats=stats
+        )

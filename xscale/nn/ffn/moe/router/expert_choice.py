@@ -21,7 +21,9 @@ from xscale.nn.tokens import Tokens
 
 @ROUTERS.register(
     "expert_choice",
-    traits=RouterTraits(choice="expert", top_k=None, drops=False, scope="batch", causal=False, balance="assignment"),
+    traits=RouterTraits(
+        choice="expert", top_k=None, drops=False, scope="batch", causal=False, balance="assignment"
+    ),
 )
 class ExpertChoiceRouter(Router):
     class Config(LinearScore.Config, ZLoss.Config):
@@ -57,10 +59,14 @@ class ExpertChoiceRouter(Router):
         segments = sequences_of(tokens) if by_sequence else Segments.even(len(scores), self.groups)
         token, expert, weights = select_tokens(scores, self.config.capacity_factor, segments)
         loss, stats = self.z_loss.aux_losses(tokens, logits)
-        return Routing(token=token, expert=expert, weight=weights, probabilities=scores, loss=loss, stats=stats)
+        return Routing(
+            token=token, expert=expert, weight=weights, probabilities=scores, loss=loss, stats=stats
+        )
 
 
-def select_tokens(scores: Tensor, capacity_factor: float, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+def select_tokens(
+    scores: Tensor, capacity_factor: float, segments: Segments
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, experts and weights [M] of the assignments that experts make by their scores [N, E].
 
     Each expert chooses from each segment by itself, or from all tokens if segments of one length do not divide N.
@@ -72,12 +78,16 @@ def select_tokens(scores: Tensor, capacity_factor: float, segments: Segments) ->
     return _select_from_equal(scores, capacity_factor, groups)
 
 
-def _select_from_equal(scores: Tensor, capacity_factor: float, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _select_from_equal(
+    scores: Tensor, capacity_factor: float, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Assignments [M] of experts that choose from each of `groups` equal parts of the tokens."""
     count, experts = scores.shape
     length = count // groups
     capacity = max(1, min(length, int(length * capacity_factor / experts)))
-    weights, index = scores.view(groups, length, experts).topk(capacity, dim=1)  # [groups, capacity, E]
+    weights, index = scores.view(groups, length, experts).topk(
+        capacity, dim=1
+    )  # [groups, capacity, E]
     token = index + torch.arange(groups, device=scores.device)[:, None, None] * length
     expert = torch.arange(experts, device=scores.device).expand_as(token)
     return token.reshape(-1), expert.reshape(-1), weights.reshape(-1)

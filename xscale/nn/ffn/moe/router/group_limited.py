@@ -10,14 +10,22 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import at_most, must_divide, take
 from xscale.nn.ffn.moe.router.balance import AuxLoss, BiasUpdate
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_top_k
-from xscale.nn.ffn.moe.router.select import LinearScore, TopKConfig, combine_weights, gates_of, probabilities_of
+from xscale.nn.ffn.moe.router.select import (
+    LinearScore,
+    TopKConfig,
+    combine_weights,
+    gates_of,
+    probabilities_of,
+)
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.tokens import Tokens
 
 
 @ROUTERS.register(
     "group_limited",
-    traits=RouterTraits(choice="token", top_k=None, drops=True, scope="token", causal=True, balance="loss"),
+    traits=RouterTraits(
+        choice="token", top_k=None, drops=True, scope="token", causal=True, balance="loss"
+    ),
 )
 class GroupLimitedRouter(Router):
     class Config(LinearScore.Config, AuxLoss.Config, TopKConfig, BiasUpdate.Config):
@@ -48,10 +56,16 @@ class GroupLimitedRouter(Router):
             problems.append(at_most(f"{path}.topk_groups", what, groups))
         elif config.top_k > (most := limit * (dims.experts // groups)):
             what = f"top_k={config.top_k} exceeds the {most} experts of topk_groups={limit}"
-            problems.append(at_most(f"{path}.top_k", what, most, *take(groups, key=f"{path}.topk_groups")))
+            problems.append(
+                at_most(f"{path}.top_k", what, most, *take(groups, key=f"{path}.topk_groups"))
+            )
         if config.group_score == "top2" and dims.experts // groups < 2:
             what = "top2 needs two experts in each group, and there is one"
-            problems.append(Problem(f"{path}.group_score", what, "Or take fewer expert_groups.", choices=take("max")))
+            problems.append(
+                Problem(
+                    f"{path}.group_score", what, "Or take fewer expert_groups.", choices=take("max")
+                )
+            )
         return problems
 
     @classmethod
@@ -64,7 +78,11 @@ class GroupLimitedRouter(Router):
         gates, bias = gates_of(logits, config.score), self.bias_update.bias()
         biased = gates if bias is None else gates + bias.to(gates.dtype)
         experts = group_limited_topk(
-            biased, config.top_k, config.expert_groups, config.topk_groups, two=config.group_score == "top2"
+            biased,
+            config.top_k,
+            config.expert_groups,
+            config.topk_groups,
+            two=config.group_score == "top2",
         )
         weights = combine_weights(gates.gather(1, experts), config)
         probabilities = probabilities_of(gates, config.score)
@@ -72,7 +90,9 @@ class GroupLimitedRouter(Router):
         return Routing.from_topk(experts, weights, probabilities, loss=loss, stats=stats)
 
 
-def group_limited_topk(gates: Tensor, k: int, groups: int, topk_groups: int, *, two: bool) -> Tensor:
+def group_limited_topk(
+    gates: Tensor, k: int, groups: int, topk_groups: int, *, two: bool
+) -> Tensor:
     """Experts [N, k] of highest gate [N, E] among those of the `topk_groups` groups of highest score.
 
     A group's score is its highest gate, with `two` the sum of its two highest.

@@ -21,7 +21,9 @@ from xscale.nn.tokens import Tokens
 
 @ROUTERS.register(
     "gshard",
-    traits=RouterTraits(choice="token", top_k=2, drops=True, scope="token", causal=True, balance="loss", random=True),
+    traits=RouterTraits(
+        choice="token", top_k=2, drops=True, scope="token", causal=True, balance="loss", random=True
+    ),
 )
 class GShardRouter(Router):
     class Config(LinearScore.Config, AuxLoss.Config):
@@ -43,7 +45,10 @@ class GShardRouter(Router):
         what = f"gshard sends a token to two experts, and experts={dims.experts}"
         return [
             Problem(
-                path, what, choices=take(2, key=f"{path.removesuffix('.router')}.experts") + kinds(["switch"], path)
+                path,
+                what,
+                choices=take(2, key=f"{path.removesuffix('.router')}.experts")
+                + kinds(["switch"], path),
             )
         ]
 
@@ -57,11 +62,15 @@ class GShardRouter(Router):
         weights = best / best.sum(1, keepdim=True)
         kept = None
         if self.config.second_expert_policy == "random" and self.draws(tokens):
-            kept = use_second_expert(weights, self.random.uniform(weights, ("tokens",), (len(weights),)))
+            kept = use_second_expert(
+                weights, self.random.uniform(weights, ("tokens",), (len(weights),))
+            )
         loss, stats = self.balance.aux_losses(tokens, logits, gates, experts[:, :1])
         return Routing.from_topk(experts, weights, gates, kept, loss, stats)
 
 
 def use_second_expert(weights: Tensor, drawn: Tensor) -> Tensor:
     """Which of 2 experts are used, [N, 2] bool, by their weights [N, 2] and uniform numbers [N]: the first always."""
-    return torch.stack([torch.ones_like(drawn, dtype=torch.bool), 2 * weights[:, 1].detach() > drawn], dim=1)
+    return torch.stack(
+        [torch.ones_like(drawn, dtype=torch.bool), 2 * weights[:, 1].detach() > drawn], dim=1
+    )

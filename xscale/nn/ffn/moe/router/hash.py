@@ -30,7 +30,13 @@ from xscale.nn.tokens import Tokens
 @ROUTERS.register(
     "hash",
     traits=RouterTraits(
-        choice="token", top_k=None, drops=True, scope="token", causal=True, balance="none", learned=False
+        choice="token",
+        top_k=None,
+        drops=True,
+        scope="token",
+        causal=True,
+        balance="none",
+        learned=False,
     ),
     deviations=("With several hashes the segments of one hidden layer are smaller experts.",),
 )
@@ -39,7 +45,9 @@ class HashRouter(Router):
     seams: ClassVar[Seams] = {"counted": Role.TOKEN_TABLE}
 
     class Config(Router.Config):
-        function: Literal["random", "balanced", "rolled", "bigram", "previous", "position"] = "random"
+        function: Literal["random", "balanced", "rolled", "bigram", "previous", "position"] = (
+            "random"
+        )
         """random: of the id; balanced: a table of ids, the most frequent first, each to the expert with least load;
         rolled: ids to experts round-robin, one expert later for each seed; bigram: of the id and the previous one;
         previous: of the previous id; position: of the position in the document."""
@@ -62,7 +70,9 @@ class HashRouter(Router):
         if self.reads_token_counts:
             # A parameter, so that it is initialised, sharded and saved like others; -1: the counts are not set.
             shape = (config.hashes, dims.vocabulary)
-            self.declare("table", shape, ("state", "state"), Init("constant", value=-1.0), decays=False)
+            self.declare(
+                "table", shape, ("state", "state"), Init("constant", value=-1.0), decays=False
+            )
             self.table.requires_grad_(False)
         elif config.function == "balanced" and config.frequencies is not None:
             self.fixed_table = self._table(config.frequencies)
@@ -82,11 +92,19 @@ class HashRouter(Router):
         if frequencies is not None and config.function != "balanced":
             what = f"function={config.function} uses no frequencies"
             problems.append(
-                Problem(f"{path}.frequencies", what, choices=take(None) + take("balanced", key=f"{path}.function"))
+                Problem(
+                    f"{path}.frequencies",
+                    what,
+                    choices=take(None) + take("balanced", key=f"{path}.function"),
+                )
             )
-        elif frequencies is not None and (len(frequencies) != dims.vocabulary or min(frequencies) < 0):
+        elif frequencies is not None and (
+            len(frequencies) != dims.vocabulary or min(frequencies) < 0
+        ):
             what = f"{len(frequencies)} frequencies for a vocabulary of {dims.vocabulary}"
-            problems.append(Problem(f"{path}.frequencies", what, "Give one number of 0 or more for each id."))
+            problems.append(
+                Problem(f"{path}.frequencies", what, "Give one number of 0 or more for each id.")
+            )
         return problems
 
     @classmethod
@@ -94,11 +112,16 @@ class HashRouter(Router):
         return float(config.hashes)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
-        pools = [self.hash(tokens, number) + number * self.per_hash for number in range(self.config.hashes)]
+        pools = [
+            self.hash(tokens, number) + number * self.per_hash
+            for number in range(self.config.hashes)
+        ]
         experts = torch.stack(pools, dim=1)  # [N, k]
         probabilities = torch.zeros(len(x), self.experts, dtype=x.dtype, device=x.device)
         probabilities.scatter_(1, experts, 1 / self.config.hashes)
-        return Routing.from_topk(experts, torch.ones(experts.shape, dtype=x.dtype, device=x.device), probabilities)
+        return Routing.from_topk(
+            experts, torch.ones(experts.shape, dtype=x.dtype, device=x.device), probabilities
+        )
 
     def hash(self, tokens: Tokens, number: int) -> Tensor:
         """[N]: hash function `number` of each token, in [0, experts per hash)."""
@@ -106,7 +129,11 @@ class HashRouter(Router):
         function = self.config.function
         seed = self.config.seed + number
         if function == "balanced":
-            table = self.use(self.table) if self.fixed_table is None else self.fixed_table.to(ids.device)
+            table = (
+                self.use(self.table)
+                if self.fixed_table is None
+                else self.fixed_table.to(ids.device)
+            )
             return self.counted(table[number])[ids.flatten()].long()
         if function == "rolled":
             return torch.remainder(ids.flatten() + seed, self.per_hash)
@@ -124,7 +151,9 @@ class HashRouter(Router):
         """Return `row`, the experts [V] of the ids; refuses one without counts. A seam: a plan has no numbers."""
         if not row.is_cuda and bool((row < 0).any()):
             what = "a balanced hash follows the counts of the ids in the training data, which only a run has"
-            raise ConfigError(f"{self.path}.frequencies", what, "Give one number of 0 or more for each id.")
+            raise ConfigError(
+                f"{self.path}.frequencies", what, "Give one number of 0 or more for each id."
+            )
         return row
 
     def previous(self, tokens: Tokens) -> Tensor:

@@ -26,14 +26,24 @@ from xscale.nn.tokens import Tokens
 @ROUTERS.register(
     "noisy_topk",
     traits=RouterTraits(
-        choice="token", top_k=None, drops=True, scope="token", causal=True, balance="loss", random=True
+        choice="token",
+        top_k=None,
+        drops=True,
+        scope="token",
+        causal=True,
+        balance="loss",
+        random=True,
     ),
 )
 class NoisyTopKRouter(Router):
     noise: Parameter
 
     class Config(LinearScore.Config, ZLoss.Config):
-        renamed = {**ZLoss.Config.renamed, "importance": "importance_loss_weight", "load": "load_loss_weight"}
+        renamed = {
+            **ZLoss.Config.renamed,
+            "importance": "importance_loss_weight",
+            "load": "load_loss_weight",
+        }
 
         top_k: int = Field(default=4, ge=1)
         """Experts of each token."""
@@ -69,7 +79,13 @@ class NoisyTopKRouter(Router):
         return Routing.from_topk(experts, weights, noisy.softmax(1), loss=loss, stats=stats)
 
     def aux_losses(
-        self, tokens: Tokens, clean: Tensor, noisy: Tensor, std: Tensor | None, weights: Tensor, experts: Tensor
+        self,
+        tokens: Tokens,
+        clean: Tensor,
+        noisy: Tensor,
+        std: Tensor | None,
+        weights: Tensor,
+        experts: Tensor,
     ) -> Losses:
         """Z-loss, importance loss and load loss. Logits and noise `std` [N, E], weights and experts [N, k]."""
         loss, stats = self.z_loss.aux_losses(tokens, clean)
@@ -77,7 +93,9 @@ class NoisyTopKRouter(Router):
             return loss, stats
         importance = torch.zeros_like(clean).scatter(1, experts, weights).sum(0)  # [E]
         stats["importance"] = cv_squared(importance)
-        loss = self.config.importance_loss_weight * stats["importance"] + (0 if loss is None else loss)
+        loss = self.config.importance_loss_weight * stats["importance"] + (
+            0 if loss is None else loss
+        )
         if std is not None and self.config.top_k < clean.shape[1]:
             load = selection_probabilities(clean, noisy, std, self.config.top_k).sum(0)
             stats["load_loss"] = cv_squared(load)

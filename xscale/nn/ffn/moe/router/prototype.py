@@ -20,7 +20,9 @@ from xscale.nn.tokens import Tokens
 
 @ROUTERS.register(
     "prototype",
-    traits=RouterTraits(choice="token", top_k=None, drops=True, scope="token", causal=True, balance="none"),
+    traits=RouterTraits(
+        choice="token", top_k=None, drops=True, scope="token", causal=True, balance="none"
+    ),
 )
 class PrototypeRouter(Router):
     class Config(LinearScore.Config, AuxLoss.Config):

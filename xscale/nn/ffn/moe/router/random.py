@@ -10,7 +10,13 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.ffn.moe.router.balance import AuxLoss, BiasUpdate
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_top_k
-from xscale.nn.ffn.moe.router.select import LinearScore, TopKConfig, combine_weights, probabilities_of, select_topk
+from xscale.nn.ffn.moe.router.select import (
+    LinearScore,
+    TopKConfig,
+    combine_weights,
+    probabilities_of,
+    select_topk,
+)
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.random import hash63
 from xscale.nn.tokens import Tokens
@@ -54,20 +60,26 @@ class RandomRouter(Router):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         if self.draws(tokens):
-            scores = self.random.uniform(x, ("tokens", "experts"), (len(x), self.experts), torch.float32)
+            scores = self.random.uniform(
+                x, ("tokens", "experts"), (len(x), self.experts), torch.float32
+            )
         else:
             token = hash63(tokens.ids.flatten(), tokens.positions.flatten())  # [N]
             scores = hash63(token[:, None], torch.arange(self.experts, device=x.device))  # [N, E]
         experts = scores.topk(self.top_k, dim=1).indices
         weights = torch.full(experts.shape, 1 / self.top_k, dtype=x.dtype, device=x.device)
-        uniform = torch.full((len(x), self.experts), 1 / self.experts, dtype=x.dtype, device=x.device)
+        uniform = torch.full(
+            (len(x), self.experts), 1 / self.experts, dtype=x.dtype, device=x.device
+        )
         return Routing.from_topk(experts, weights, uniform)
 
 
 @ROUTERS.register(
     "round_robin",
     aliases=("forced",),
-    traits=RouterTraits(choice="token", top_k=None, drops=False, scope="batch", causal=True, balance="none"),
+    traits=RouterTraits(
+        choice="token", top_k=None, drops=False, scope="batch", causal=True, balance="none"
+    ),
 )
 class RoundRobinRouter(Router):
     """For benchmarks: top-k gates as usual, but experts are assigned round-robin, so that the load is known.
@@ -97,7 +109,11 @@ class RoundRobinRouter(Router):
         active = config.active_experts
         if active is not None and not config.top_k <= active <= dims.experts:
             what = f"active_experts={active} is not between top_k={config.top_k} and experts={dims.experts}"
-            problems.append(Problem(f"{path}.active_experts", what, choices=take(config.top_k, dims.experts, None)))
+            problems.append(
+                Problem(
+                    f"{path}.active_experts", what, choices=take(config.top_k, dims.experts, None)
+                )
+            )
         return problems
 
     @classmethod
@@ -109,7 +125,9 @@ class RoundRobinRouter(Router):
         logits = self.score.logits(x, tokens)
         # The usual selection is made too, so that this costs as much as `topk`.
         gates, _, _ = select_topk(self, logits, config.top_k, config.score, self.bias_update.bias())
-        slots = torch.arange(len(gates) * config.top_k, device=gates.device).view(len(gates), -1)  # [N, k]
+        slots = torch.arange(len(gates) * config.top_k, device=gates.device).view(
+            len(gates), -1
+        )  # [N, k]
         experts = slots % (config.active_experts or gates.shape[1])
         weights = combine_weights(gates.gather(1, experts), config)
         probabilities = probabilities_of(gates, config.score)

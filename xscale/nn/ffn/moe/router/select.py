@@ -37,9 +37,15 @@ class LinearScore:
         x = self.upcast(x)
         if self.config.jitter and self.router.draws(tokens):
             jitter = self.config.jitter
-            x = x * self.router.random.uniform(x, ("tokens", "width"), low=1 - jitter, high=1 + jitter)
+            x = x * self.router.random.uniform(
+                x, ("tokens", "width"), low=1 - jitter, high=1 + jitter
+            )
         logits = self.linear(x, self.router.weight)
-        return logits + self.router.use(self.router.logit_bias).to(x.dtype) if self.config.logit_bias else logits
+        return (
+            logits + self.router.use(self.router.logit_bias).to(x.dtype)
+            if self.config.logit_bias
+            else logits
+        )
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """`x` [N, D], upcast, times a parameter of the router [E, D] -> [N, E]."""
@@ -47,7 +53,11 @@ class LinearScore:
 
     def upcast(self, x: Tensor) -> Tensor:
         """`x` in the dtype that logits are computed in."""
-        return x if self.config.precision == "compute" else x.to(torch.promote_types(x.dtype, torch.float32))
+        return (
+            x
+            if self.config.precision == "compute"
+            else x.to(torch.promote_types(x.dtype, torch.float32))
+        )
 
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -68,13 +78,19 @@ class TopKConfig(Router.Config):
 
 
 def select_topk(
-    router: Router, logits: Tensor, k: int, score: ScoreFunction = "softmax", bias: Tensor | None = None
+    router: Router,
+    logits: Tensor,
+    k: int,
+    score: ScoreFunction = "softmax",
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [N, E] -> gates [N, E], the gates of each token's k best experts [N, k], and these experts [N, k].
 
     Best first. `bias` [E] is added to the gates for the selection only.
     """
-    routed = route(logits, k, score=score, bias=bias, implementation=router.kernel_choices.get("router"))
+    routed = route(
+        logits, k, score=score, bias=bias, implementation=router.kernel_choices.get("router")
+    )
     return routed.scores, routed.weights, routed.experts
 
 

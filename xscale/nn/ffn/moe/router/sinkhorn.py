@@ -20,7 +20,9 @@ from xscale.nn.tokens import Tokens
 
 @ROUTERS.register(
     "sinkhorn",
-    traits=RouterTraits(choice="token", top_k=None, drops=True, scope="batch", causal=False, balance="assignment"),
+    traits=RouterTraits(
+        choice="token", top_k=None, drops=True, scope="batch", causal=False, balance="assignment"
+    ),
 )
 class SinkhornRouter(Router):
     class Config(LinearScore.Config, ZLoss.Config):
@@ -58,7 +60,9 @@ class SinkhornRouter(Router):
 
 def balance_by_sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     """Logarithm of exp(logits) [N, E] scaled by rows and columns: rows sum to 1, columns nearly to N / E."""
-    even = torch.tensor(logits.shape[0] / logits.shape[1], dtype=logits.dtype, device=logits.device).log()
+    even = torch.tensor(
+        logits.shape[0] / logits.shape[1], dtype=logits.dtype, device=logits.device
+    ).log()
     for _ in range(iterations):
         logits = logits - logits.logsumexp(0, keepdim=True) + even
         logits = logits - logits.logsumexp(1, keepdim=True)

@@ -8,14 +8,22 @@ from torch import Tensor
 from xscale.core.errors import Problem
 from xscale.nn.ffn.moe.router.balance import AuxLoss, BiasUpdate
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims, RouterTraits, check_top_k
-from xscale.nn.ffn.moe.router.select import LinearScore, TopKConfig, combine_weights, probabilities_of, select_topk
+from xscale.nn.ffn.moe.router.select import (
+    LinearScore,
+    TopKConfig,
+    combine_weights,
+    probabilities_of,
+    select_topk,
+)
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.tokens import Tokens
 
 
 @ROUTERS.register(
     "topk",
-    traits=RouterTraits(choice="token", top_k=None, drops=True, scope="token", causal=True, balance="loss"),
+    traits=RouterTraits(
+        choice="token", top_k=None, drops=True, scope="token", causal=True, balance="loss"
+    ),
 )
 class TopKRouter(Router):
     """Each token goes to the k experts it scores highest (Shazeer et al. 2017, without noise; Jiang et al. 2024)."""
@@ -42,7 +50,9 @@ class TopKRouter(Router):
         config = self.config
         logits = self.score.logits(x, tokens)
         # [N, E], [N, k], [N, k]
-        gates, chosen, experts = select_topk(self, logits, config.top_k, config.score, self.bias_update.bias())
+        gates, chosen, experts = select_topk(
+            self, logits, config.top_k, config.score, self.bias_update.bias()
+        )
         weights = combine_weights(chosen, config)
         probabilities = probabilities_of(gates, config.score)
         loss, stats = self.balance.aux_losses(tokens, logits, probabilities, experts)
@@ -51,7 +61,9 @@ class TopKRouter(Router):
 
 @ROUTERS.register(
     "switch",
-    traits=RouterTraits(choice="token", top_k=1, drops=True, scope="token", causal=True, balance="loss", random=True),
+    traits=RouterTraits(
+        choice="token", top_k=1, drops=True, scope="token", causal=True, balance="loss", random=True
+    ),
 )
 class SwitchRouter(Router):
     """Fedus et al. 2021, Switch Transformer: each token goes to the expert with its highest score.
