@@ -74,6 +74,8 @@ class Module(nn.Module):
     reads_token_counts = False
     """Whether its state follows from the counts of the token ids in the training data, which a run gives to
     `set_token_counts` before its first step."""
+    reads_progress = False
+    """Whether its forward reads `Forward.progress`, the fraction of the run's steps that are done."""
     beside_stages = False
     """Whether it stands beside embeddings, stacks and head of a model, on the pipeline stages that use it."""
     read_by_rows = False

@@ -24,7 +24,7 @@ from xscale.mesh.mesh import Mesh, init_mesh
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer
 from xscale.optim.schedule import SCHEDULES
-from xscale.parallel import context, deepep
+from xscale.parallel import context, cuda_graph, deepep
 from xscale.parallel.ema import ExponentialMovingAverage
 from xscale.parallel.engine.fsdp import FsdpEngine, optimizer_weights
 from xscale.parallel.engine.protocol import Engine
@@ -45,6 +45,7 @@ from xscale.run.run_data import (
 )
 from xscale.run.run_folder import CHECKPOINTS, check_same_config
 from xscale.settings.settings import Settings, build_on_meta
+from xscale.step.micro_batch_graphs import MicroBatchGraphs
 from xscale.step.stepper import Stepper
 from xscale_kernels import attention_backends
 
@@ -133,7 +134,13 @@ def set_up(
         parameters=parameters,
         applied=tuple(applied),
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
-        stepper=Stepper(engine, objective, device, repeats=degrees.tp * degrees.pp),
+        stepper=Stepper(
+            engine,
+            objective,
+            device,
+            repeats=degrees.tp * degrees.pp,
+            graphs=_graphs(settings, model, objective, engine, device),
+        ),
         training=make_micro_batches(settings, corpus.train, objective, mesh, sharding),
         validation=None
         if held_out is None
@@ -214,3 +221,13 @@ def make_engine(
         kernel_choices=settings.kernels,
         ema=None if decay is None else ExponentialMovingAverage(model, trained, decay),
     )
+
+
+def _graphs(
+    settings: Settings, model: nn.Module, objective: Objective, engine: Engine, device: torch.device
+) -> MicroBatchGraphs | None:
+    """Return what captures micro-batches as CUDA graphs; None: the run has none."""
+    if not settings.parallel.cuda_graphs:
+        return None
+    cuda_graph.require_cuda(device)
+    return MicroBatchGraphs(model, objective.loss, engine.backward)

@@ -52,6 +52,8 @@ class Exit(Module):
 class Exits(DepthPass):
     """The exits of a stack, by the number of their block, and the weights of the losses."""
 
+    reads_progress = True
+
     key = "exits"
     seams: ClassVar[Seams] = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,

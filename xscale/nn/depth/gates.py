@@ -107,6 +107,8 @@ class Gate(Module):
 class GateBudget(DepthPass):
     """The budgets of a stack with gates, and their loss."""
 
+    reads_progress = True
+
     key = "gates"
     has_edges = True
     seams: ClassVar[Seams] = {
