@@ -272,3 +272,8 @@ def parameter_inits(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Init]
     }
     for name, parameter in model.named_parameters():
         yield name, parameter, inits[name]
+
+
+def draws_dropout(model: nn.Module) -> bool:
+    """Return whether a module of the model has a dropout above 0."""
+    return any(bool(getattr(module, "dropout", False)) for module in model.modules())

@@ -21,6 +21,7 @@ from xscale.mesh import axes
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh
+from xscale.nn.module import draws_dropout
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer
 from xscale.optim.schedule import SCHEDULES
@@ -114,7 +115,9 @@ def set_up(
         raise ConfigError(problems)
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
-    applied = padding_note(tokenizer) + attention_backends.sentences(device)
+    applied = padding_note(tokenizer) + attention_backends.sentences(
+        device, dropout=draws_dropout(model)
+    )
     draw_weights = not resumes or not _has_checkpoint(settings, mesh)
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
     parameters = sharded_parameters(model)
