@@ -40,7 +40,7 @@ def choose_flash(device: torch.device, *, dropout: bool = False) -> FlashChoice:
     """Choose the version of FlashAttention on that device. `dropout`: whether attention weights may be dropped."""
     if device.type != "cuda":
         return FlashChoice(None, ())
-    refused = []
+    refused: list[tuple[str, str]] = []
     for name, module in FLASH.get(torch.cuda.get_device_capability(device)[0], ()):
         reason = _why_not(name, module, dropout=dropout)
         if reason is None:
@@ -53,7 +53,7 @@ def _why_not(name: str, module: str, *, dropout: bool) -> str | None:
     """Return why torch cannot run that version of FlashAttention; None: it can."""
     import torch.nn.attention as attention
 
-    known = getattr(attention, "list_flash_attention_impls", list)()
+    known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
     if name not in known:
         return f"torch {torch.__version__} cannot run it"
     if dropout:
