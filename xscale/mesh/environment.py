@@ -216,6 +216,25 @@ def join_split_options() -> None:
         os.environ |= {"COMP_WORDS": line, "COMP_CWORD": number}
 
 
+OPTION_AND_VALUE = re.compile(r"(?<=\s)(--[\w-]+=)(\S*)$")
+"""An option with its value, as the last word of a command line."""
+
+
+def split_joined_option() -> tuple[str, str]:
+    """Split the last word, `--option=value`, that zsh or fish asks to complete; return the shell and `--option=`.
+
+    Both are empty for another word, and for bash, which splits it itself. These shells take candidates for whole words.
+    """
+    shell = os.environ.get("_XSCALE_COMPLETE", "").removeprefix("complete_")
+    line = os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    match = OPTION_AND_VALUE.search(line)
+    if shell not in ("zsh", "fish") or match is None:
+        return "", ""
+    # Without a value the line ends in a space, behind which a new word begins.
+    os.environ["_TYPER_COMPLETE_ARGS"] = f"{line[: match.end(1) - 1]} {match[2]}"
+    return shell, match[1]
+
+
 def waiting_policy() -> str:
     """Return the variables that say how OpenMP's threads wait, `OMP_WAIT_POLICY=PASSIVE`; empty: they spin."""
     return " ".join(f"{name}={os.environ[name]}" for name in WAITING if name in os.environ)
