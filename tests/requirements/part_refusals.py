@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from tests.requirements.depth_refusals import DEPTHS
 from tests.requirements.sections import BLOCK, ENCODER, PAIR, Sections, decoder, encoder
 
 
@@ -147,7 +148,7 @@ MODELS: dict[str, Sections] = {
 """Name -> a model that its parts refuse on sequences of 32 tokens."""
 AROUND: dict[str, Sections] = {
     "decoder": {},
-    "encoder": {"objective": {"kind": "masked"}},
+    "encoder": {"objective": {"kind": "masked"}, "data": {"cross_documents": True}},
     "encoder_decoder": {
         "objective": {"kind": "seq2seq"},
         "data": {"source": {"kind": "stdlib_pairs"}, "cross_documents": False},
@@ -155,5 +156,6 @@ AROUND: dict[str, Sections] = {
 }
 """Kind of a model -> the sections that train it."""
 PARTS: dict[str, tuple[str, Sections, int]] = {
-    name: ("model_fits_itself", {"model": model, **AROUND[model["kind"]]}, 1) for name, model in MODELS.items()
+    name: ("model_fits_itself", {"model": model, **AROUND[model["kind"]]}, 1)
+    for name, model in {**MODELS, **DEPTHS}.items()
 }

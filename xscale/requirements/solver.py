@@ -109,11 +109,9 @@ class _Advice:
 
 
 def _is_part(choice: Choice, other: Choice) -> bool:
-    """Whether a choice makes some of the edits of another, and no further ones."""
-    edits = (*other.edits, *other.further)
-    return len(choice.edits) < len(other.edits) and all(
-        edit in edits for edit in (*choice.edits, *choice.further)
-    )
+    """Whether a choice makes some of the edits of another, and no further ones: the others are for nothing."""
+    some, every = (*choice.edits, *choice.further), (*other.edits, *other.further)
+    return len(some) < len(every) and all(edit in every for edit in some)
 
 
 def _overlaps(key: str, other: str) -> bool:

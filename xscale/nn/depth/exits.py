@@ -19,10 +19,9 @@ from xscale.core.requirements import KeyNeed, kinds, take
 from xscale.nn.auxiliary import attach
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, Prediction, SentTensor, StackUse
 from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, numbers_handed_on, with_global_tokens
-from xscale.nn.depth.exits_config import ExitsConfig, check_blocks, check_losses
+from xscale.nn.depth.exits_config import ExitsConfig, check_blocks, check_losses, check_stack
 from xscale.nn.dims import Dims
 from xscale.nn.head.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
-from xscale.nn.mixer.mixer import hands_on_scores
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role, Seams
@@ -120,17 +119,12 @@ class Exits(DepthPass):
         exits, where = config.exits, f"{path}.exits"
         if exits is None:
             return []
-        refused = _no_exits(config, use)
+        refused = check_stack(config, path, use)
         if refused is not None:
-            return [Problem(where, refused, "Take null.")]
+            return [refused]
         if dims.depth == 1:
-            return [
-                Problem(
-                    where,
-                    "the model's head follows the only block",
-                    "Take null, or a deeper stack.",
-                )
-            ]
+            choices = take(None) + take(2, key=f"{path}.depth")
+            return [Problem(where, "the model's head follows the only block", choices=choices)]
         problems = [
             *check_blocks(exits, dims.depth, where),
             *check_losses(exits, dims.causal, where),
@@ -388,14 +382,3 @@ class Exits(DepthPass):
 def progress_of(tokens: Tokens) -> float:
     """Return the fraction of the run's steps that are done; 1 where there is no run."""
     return 1.0 if tokens.forward.progress is None else tokens.forward.progress
-
-
-def _no_exits(stack: Any, use: StackUse) -> str | None:
-    """Return why a stack of this `StackConfig` can have no exits; None: it can."""
-    if not use.predicts:
-        return "the model's head does not read the output of this stack alone, and an exit predicts as that head does"
-    if stack.exits.policy is not None and hands_on_scores(stack):
-        return "a token that has left has no attention scores to hand on to the next block"
-    if stack.halting is not None:
-        return "the output is a mean over the blocks in which a token was computed, and an exit would read one block's"
-    return None

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
+from xscale.core.requirements import instead, take
 from xscale.nn.auxiliary import attach
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, SentTensor, StackUse
 from xscale.nn.depth.edges import BlockEdges
@@ -202,11 +203,13 @@ def check(config: GatesConfig | None, residual: Any, path: str) -> list[Problem]
     budgets = list(config.budgets)
     if budgets != sorted(set(budgets)):
         what = f"budgets are fractions that ascend, got {budgets}"
-        problems.append(Problem(f"{path}.budgets", what, "Take such as [0.25, 0.5, 1]."))
+        problems.append(Problem(f"{path}.budgets", what, choices=take(sorted(set(budgets)))))
     elif config.evaluated not in budgets:
         what = f"the model is trained for the budgets {budgets}, and not for {config.evaluated:g}"
-        problems.append(Problem(f"{path}.budget", what, "Take one of these, or null."))
+        problems.append(Problem(f"{path}.budget", what, choices=take(*budgets, None)))
     if not RESIDUALS.of(residual).part.skippable:
         what = f"a sublayer that is not computed leaves the residual stream as it is, which '{residual.kind}' does not"
-        problems.append(Problem(path, what, "Take null, or another residual."))
+        able = [entry.name for entry in RESIDUALS if entry.part.skippable]
+        choices = take(None) + instead("residual", residual.kind, able)
+        problems.append(Problem(path, what, choices=choices))
     return problems
