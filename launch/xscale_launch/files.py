@@ -136,7 +136,7 @@ def remove_file(folder: Path, name: str) -> None:
 
 
 def remove_folder(folder: Path, name: str) -> None:
-    """Remove the folder `name` of `folder` with its content, as far as possible; what is no folder is removed itself."""
+    """Remove the folder `name` of `folder` with its content, as far as possible; a link or FIFO is removed itself."""
     path = _entry(folder, name)
     # rmtree opens what it is given: a link would be followed, and a FIFO waited for, for ever.
     with suppress(OSError):
