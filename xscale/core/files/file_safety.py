@@ -208,14 +208,15 @@ def remove_empty_folder(folder: Path, name: str) -> None:
 
 
 def remove_folder(folder: Path, name: str) -> None:
-    """Remove the folder `name` of `folder` with its content, as far as possible; of a symbolic link the link.
+    """Remove the folder `name` of `folder` with its content, as far as possible; what is no folder is removed itself.
 
     ValueError for `..` or a path: nothing outside `folder` can be named.
     """
     _check_entry(name)
     path = folder / name
-    if path.is_symlink():
-        with suppress(OSError):
+    # rmtree opens what it is given: a link would be followed, and a FIFO waited for, for ever.
+    with suppress(OSError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
