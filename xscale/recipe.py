@@ -15,7 +15,7 @@ from xscale.mesh import axes
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.position import POSITIONS
 from xscale.optim.schedule import fitting_warmup
-from xscale.requirements.check import check
+from xscale.requirements.check import check, unsolved
 from xscale.requirements.model import model_fits_itself
 from xscale.requirements.unchosen import name_unchosen
 from xscale.settings.settings import Settings
@@ -33,6 +33,10 @@ class Recipe(Settings):
         What depends on a section in `invalid`, which has its defaults because its values were refused, is not checked.
         """
         return check(self, world, invalid)
+
+    def is_valid(self, world: int = 1) -> bool:
+        """Whether `check` lists no problem on `world` ranks. It is quicker: nothing is tried for advice."""
+        return not unsolved(self, world)
 
     def warnings(self) -> list[Problem]:
         """List values that are possible and seldom meant."""

@@ -36,6 +36,7 @@ def test_what_is_advised_is_accepted(name: str) -> None:
     recipe, world = refused(name)
     problems = recipe.check(world)
     assert problems
+    assert not recipe.is_valid(world)
     for problem in problems:
         assert problem.advice, problem
         overrides = [
