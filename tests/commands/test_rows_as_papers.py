@@ -28,7 +28,7 @@ STATED = [
 ]
 """Variant, key and the value in its paper."""
 SAID = [
-    ("sparse-transformer", "odd heads see their own block"),
+    ("sparse-transformer", "odd ones see their own block"),
     ("relu-kernel-features", "1e-3 added before they are divided"),
     ("transformer-ls", "One length"),
     ("reformer-lsh", "counted once in each"),

@@ -56,6 +56,7 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/conformance/attention/core.py: copy_": CHECKED,
         "xscale/conformance/attention/core_extremes.py: copy_": CHECKED,
         "xscale/conformance/attention/core_running_stats.py: data": CHECKED,
+        "xscale/conformance/attention/mixer_extremes.py: copy_": CHECKED,
         "xscale/conformance/block/norm.py: copy_": CHECKED,
         "xscale/conformance/small_parts.py: add_": CHECKED,
         "xscale/commands/checkpoints/megatron.py: copy_": "the weights of Megatron-LM's model, in one process",

@@ -27,7 +27,7 @@ CORE = (
 )
 SUITES = {
     "model": ("model",),
-    "mixer": ("attention.mixer", "attention.mixer_padding"),
+    "mixer": ("attention.mixer", "attention.mixer_padding", "attention.mixer_extremes"),
     "core": tuple(f"attention.{name}" for name in CORE),
     "pattern": ("pattern",),
     "position": ("position",),

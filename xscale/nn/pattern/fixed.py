@@ -22,7 +22,7 @@ from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
         "else (min(1, local_blocks / N) + global_blocks / local_blocks) / 2",
     ),
     deviations=(
-        "heads: split: odd heads see their own block beside the global ones, without which the first span sees nothing.",
+        "With split heads odd ones see their own block too, without which the first span would see nothing.",
     ),
 )
 class Fixed(Pattern):
