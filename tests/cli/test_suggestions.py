@@ -29,6 +29,16 @@ TYPED = {
         "unknown key for source 'stdlib'. It is a key of jsonl, labelled, pairs, parquet, text: choose one, as by "
         "data.source.kind=jsonl.",
     ),
+    "a file of texts": (
+        "train quickstart data.path=x.txt",
+        "data.path (command line): unknown key. Write 'data.source={kind: text, paths: [FILES]}'",
+    ),
+    "a file of the source": ("train quickstart data.source.path=x.txt", "unknown key. Write 'data.source={kind: text"),
+    "files": ("train quickstart data.files=[x.txt]", "unknown key. Write 'data.source={kind: text, paths: [FILES]}'"),
+    "paths of the data": ("train quickstart data.paths=[x.txt]", "Write 'data.source={kind: text, paths: [FILES]}'"),
+    "a file alone": ("train quickstart path=x.txt", "Write 'data.source={kind: text, paths: [FILES]}'"),
+    "a path elsewhere": ("train quickstart data.tokenizer.path=x.model", "Did you mean 'data.tokenizer.file'?"),
+    "a file that is none": ("train mine.yaml", "The folder . has no YAML file."),
     "a key of another ffn": ("train quickstart model.stack.block.ffn.experts=4", "It is a key of moe: choose one"),
     "the config as an option": (
         "train --config quickstart",
@@ -53,6 +63,7 @@ TYPED = {
     "nanoGPT": ("train nanoGPT", "The recipe 'small' is"),
     "a path without its folder": ("train configs/quickstart.yaml", "Did you mean 'quickstart' (without .yaml)?"),
     "explain a recipe": ("explain bytes", "It is a recipe: `xscale explain KEY bytes` says where it has a key"),
+    "explain an option's word": ("explain data.path", "Write 'data.source={kind: text, paths: [FILES]}'"),
     "explain what is no key": ("explain unfinished", "`xscale explain` lists the sections of a config."),
     "explain the beginning of a key": ("explain warmup", "Did you mean schedule.warmup_steps?"),
     "explain a word of others": ("explain fsdp", "Write parallel.zero.stage=3."),
@@ -61,7 +72,8 @@ TYPED = {
 
 
 @pytest.mark.parametrize("name", TYPED)
-def test_what_is_advised(name: str) -> None:
+def test_what_is_advised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     typed, advice = TYPED[name]
     found = CliRunner().invoke(app, typed.split())
     assert isinstance(found.exception, ConfigError), found.output

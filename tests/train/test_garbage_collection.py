@@ -12,6 +12,17 @@ from xscale.train import garbage_collection
 from xscale.train.garbage_collection import GarbageCollection
 
 
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    """Let go of what the tests' process has frozen, as in a process that only trains."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if frozen:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(params=[True, False], ids=["enabled", "disabled"])
 def enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether Python collects by itself when a test begins."""
@@ -50,6 +61,19 @@ def test_garbage_of_steps_is_collected_together(enabled: bool) -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_what_the_caller_has_frozen_stays_so(enabled: bool) -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    kept = [Node() for _ in range(3)]
+    with GarbageCollection(1) as garbage:
+        Node()
+        garbage.after_step(1)
+    assert nodes() == len(kept)
+    assert frozen - 10 < gc.get_freeze_count() <= frozen
+    assert gc.isenabled() == enabled
+    gc.unfreeze()
+
+
 def test_python_may_decide(enabled: bool) -> None:
     with GarbageCollection(0) as garbage:
         assert gc.isenabled() == enabled
@@ -67,7 +91,8 @@ def steps_with_collections(folder: Path) -> list[int]:
     class Counting:
         """The module gc as the trainer sees it."""
 
-        freeze, unfreeze, enable, disable, isenabled = gc.freeze, gc.unfreeze, gc.enable, gc.disable, gc.isenabled
+        freeze, unfreeze, get_freeze_count = gc.freeze, gc.unfreeze, gc.get_freeze_count
+        enable, disable, isenabled = gc.enable, gc.disable, gc.isenabled
 
         @staticmethod
         def collect() -> int:
