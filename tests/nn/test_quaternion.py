@@ -149,7 +149,7 @@ def test_what_cannot_be_is_refused_with_what_would_work() -> None:
 
 def test_a_rank_has_no_part_of_a_quaternion() -> None:
     (problem,) = refused(MODEL, 2, mesh={"tp": 2})
-    assert "a rank's rows would not be whole quaternions. Take 1. Or take stacks with linear_maps=real." in problem
+    assert "a rank's rows would not be whole quaternions. Take 1, or model.stack.linear_maps=real." in problem
 
 
 def test_an_export_refuses_them() -> None:

@@ -144,6 +144,25 @@ MODELS: dict[str, Sections] = {
     "groups of experts": decoder(
         ffn={"kind": "moe", "experts": 4, "router": {"kind": "group_limited", "expert_groups": 3}}
     ),
+    "sublayers of a block that others share": decoder(
+        {"share": "all"}, residual={"kind": "attention_residuals", "sublayers": 3}
+    ),
+    "a pattern without its ids": decoder(
+        mixer={"kind": "guided_attention", "heads": 4, "patterns": ("previous", "period")}
+    ),
+    "two streams of parallel sublayers": decoder(
+        residual="reversible", sublayers=({"part": "mixer"}, {"part": "ffn", "parallel": True})
+    ),
+    "ids of no token": decoder(
+        mixer={"kind": "guided_attention", "heads": 4, "patterns": ("period",), "period_ids": (5, 99999)}
+    ),
+    "frequencies of fewer ids": decoder(
+        ffn={
+            "kind": "moe",
+            "experts": 4,
+            "router": {"kind": "hash", "function": "balanced", "frequencies": (1.0, 2.0)},
+        }
+    ),
 }
 """Name -> a model that its parts refuse on sequences of 32 tokens."""
 AROUND: dict[str, Sections] = {

@@ -358,7 +358,7 @@ def test_global_tokens_do_not_leave() -> None:
         ({"two_stage": 0.5, "head": "shared"}, "which is frozen. Take own, or model.stack.exits.two_stage=null."),
         ({"two_stage": 0.5, "weights": "linear"}, "are never trained together. Take equal, or model.stack.exits.two"),
         ({"two_stage": 0.5, "stop": "by_depth"}, "by_depth ends their losses before. Take never"),
-        ({"two_stage": 0.5, "second_target": 0.5}, "two stages train nothing behind the exits. Take 0."),
+        ({"two_stage": 0.5, "second_target": 0.5}, "two stages train nothing behind the exits. Take 0.0, or"),
         (
             {"self_sampling": 0.5},
             "tokens leave by a policy, and there is none. Take null, or model.stack.exits.policy=",

@@ -107,6 +107,6 @@ def _check_shared_position(config: Any, dims: Dims, path: str) -> list[Problem]:
     )
     differ = f"heads or position (heads: {heads})" if heads else "position"
     what = f"the blocks share parameters of their position, and their mixers differ in {differ}"
-    fix = f"Or take mixers with the same heads and position, or position.{key}=false."
+    fix = "Or take mixers with the same heads and position."
     choices = take([]) + take(False, key=f"model.position.{key}")
     return [Problem(f"{path}.rules", what, fix, choices=choices)]

@@ -130,9 +130,9 @@ def _check_heads(
             if entry.part.traits_of(entry.part.Config()).previous_scores
         ]
         choices: tuple[Choice, ...] = ()
-        for core in handing_on if layer else ():
+        for name in handing_on if layer else ():
             choices += change(
-                (f"{before}.mixer.kind", "attention"), (f"{before}.mixer.core.kind", core)
+                (f"{before}.mixer.kind", "attention"), (f"{before}.mixer.core.kind", name)
             )
         core = getattr(mixer, "core", None)
         choices += (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xscale.core.choices import Choice
 from xscale.core.errors import Problem
-from xscale.core.requirements import instead, multiples_near, part_paths, take
+from xscale.core.requirements import change, instead, multiples_near, part_paths, take
 from xscale.nn.attention.hamilton import COMPONENTS, hamilton_rows
 from xscale.nn.ffn.ffn import Ffn, gated_hidden
 from xscale.nn.linear import Linear
@@ -51,7 +51,9 @@ class QuaternionLinear(Linear):
 
     def tp_problems(self, tp: int, path: str) -> list[Problem]:
         what = "a quaternion's components are quarters of the channels, so a rank's rows would not be whole quaternions"
-        return [Problem(path, what, "Or take stacks with linear_maps=real.", choices=take(1))]
+        real = take("real", key="model.stack.linear_maps")
+        stacks = [(f"model.{name}.linear_maps", "real") for name in ("encoder", "decoder")]
+        return [Problem(path, what, choices=take(1) + real + change(*stacks))]
 
 
 def hamilton_matrix(weight: Tensor, output_heads: int = 1, input_heads: int = 1) -> Tensor:

@@ -354,7 +354,7 @@ def _check_blocks(
             if POSITIONS.of(position).traits.where == "bias":
                 what = f"core '{core.kind}' counts distances in windows, and position '{position.kind}' in tokens"
                 choices = instead("core", core.kind, ["softmax"])
-                choices += instead("position", position.kind, ["rope", "learned"])
+                choices += instead("position", str(position.kind), ["rope", "learned"])
                 problems[what] = Problem(path, what, choices=choices)
         if layer in config.before and config.queries_only:
             for what, choices in _unpoolable(block, path.rpartition(".")[0]):

@@ -6,7 +6,7 @@ from torch import nn
 
 from xscale.core.choices import Choice
 from xscale.core.errors import Problem
-from xscale.core.requirements import change, kinds, take
+from xscale.core.requirements import change, in_parts, instead, kinds, take
 from xscale.nn.blocks.stack import Stack
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
@@ -112,10 +112,10 @@ def _check_streams(model: nn.Module, path: str) -> list[Problem]:
     problems = []
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
     if len(stacks) > 1 and not all(stack.stream.is_hidden_states for stack in stacks):
-        form = next(stack.stream.form for stack in stacks if not stack.stream.is_hidden_states)
-        what = f"stages of an encoder-decoder pass on hidden states, and {form}"
-        fix = "Or take stacks with block.residual=pre."
-        problems.append(Problem(f"{path}.mesh.pp", what, fix, choices=take(1)))
+        several = next(stack.stream for stack in stacks if not stack.stream.is_hidden_states)
+        what = f"stages of an encoder-decoder pass on hidden states, and {several.form}"
+        choices = take(1) + instead("residual", str(several.Config.kind), ["pre"])
+        problems.append(Problem(f"{path}.mesh.pp", what, choices=choices))
     return problems
 
 
@@ -171,8 +171,11 @@ def _check_two_stacks(model: nn.Module, stage_blocks: list[list[str]], path: str
     problems = []
     if any(tensor.values for tensor in received):
         what = "blocks read the values of the first layer, and stages of an encoder-decoder pass on hidden states alone"
-        fix = "Or take mixers with value_latent_width=null."
-        problems.append(Problem(f"{path}.mesh.pp", what, fix, choices=take(1)))
+        mixers = [module for module in model.modules() if getattr(module, "hands_on_values", False)]
+        choices = take(1)
+        for kind in sorted({str(mixer.Config.kind) for mixer in mixers}):  # type: ignore[union-attr]
+            choices += in_parts("mixer", kind, "value_latent_width", None)
+        problems.append(Problem(f"{path}.mesh.pp", what, choices=choices))
     return problems
 
 
