@@ -204,23 +204,6 @@ def check(parallel: ParallelConfig, path: str) -> list[Problem]:
     return [*problems, *_check_regather(parallel, where)]
 
 
-def check_model(model: nn.Module, parallel: ParallelConfig, path: str) -> list[Problem]:
-    """Return what of a model on meta cannot be offloaded."""
-    stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    several = [stack.stream for stack in stacks if not stack.stream.is_hidden_states]
-    if not parallel.recompute.offload or not several:
-        return []
-    what = f"{several[0].form}, and one input of a block is offloaded"
-    return [
-        Problem(
-            f"{path}.recompute.offload",
-            what,
-            "Or take stacks with block.residual=pre.",
-            choices=take(False),
-        )
-    ]
-
-
 def _check_regather(parallel: ParallelConfig, where: str) -> list[Problem]:
     config, problems = parallel.recompute, []
     if not config.regather_sequence_parallel_input:
