@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.requirements.sections import APART, ENCODER, LABELLED, PAIR, SENTENCES, SPLIT, Sections, decoder
+from tests.requirements.sections import ENCODER, LABELLED, PAIR, SENTENCES, SPLIT, Sections, decoder
 
 
 def objective(kind: str, *, model: Sections = ENCODER, data: Sections | None = None, **values: Any) -> Sections:
@@ -15,9 +15,7 @@ def classes(**values: Any) -> Sections:
     return objective("classify", data=LABELLED, classes=12, **values)
 
 
-PAIRS = {**APART, "source": {"kind": "stdlib_pairs"}}
 SPARSE = decoder(ffn={"kind": "sparse", "hidden": 32})
-TWO_STREAMS = {**PAIR, "encoder": {**PAIR["encoder"], "block": {**PAIR["encoder"]["block"], "residual": "reversible"}}}
 OBJECTIVES: dict[str, tuple[str, Sections, int]] = {
     "logits of no vocabulary": ("objective_fits_itself", classes(z_loss_weight=0.1), 1),
     "an activation of no layer": ("objective_fits_itself", classes(dense_activation="relu"), 1),
@@ -89,16 +87,6 @@ OBJECTIVES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"recompute": {"regather_sequence_parallel_input": True}}},
         1,
     ),
-    "offloaded inputs of two streams": (
-        "activation checkpointing can be applied to the model",
-        {"model": decoder(residual="hyper_connections"), "parallel": {"recompute": {"every": 1, "offload": True}}},
-        1,
-    ),
-    "stages of two streams and two stacks": (
-        "pipeline can be applied to the model",
-        {"model": TWO_STREAMS, "objective": {"kind": "seq2seq"}, "data": PAIRS, "parallel": {"mesh": {"pp": 2}}},
-        2,
-    ),
     "dropped weights that no style shards": (
         "context can be applied to the model",
         {
@@ -114,11 +102,6 @@ OBJECTIVES: dict[str, tuple[str, Sections, int]] = {
             "parallel": {"mesh": {"cp": 3}},
         },
         3,
-    ),
-    "budgets of a sharded sequence": (
-        "tensor can be applied to the model",
-        {"model": decoder(gates={}), "parallel": {"mesh": {"tp": 2}, "tensor": {"sequence": True}}},
-        2,
     ),
     "norms over key heads on tp": (
         "tensor can be applied to the model",

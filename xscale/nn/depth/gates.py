@@ -67,6 +67,10 @@ class GatesConfig(Config):
 class Gate(Module):
     """The gate of one sublayer."""
 
+    seams: ClassVar[Seams] = {
+        "param_hook": Role.PARAMETERS_BETWEEN_REGIONS,
+        "random": Role.DRAWS_BETWEEN_REGIONS,
+    }
     first: Parameter
     biases: Parameter
     second: Parameter
@@ -112,6 +116,7 @@ class GateBudget(DepthPass):
     has_edges = True
     seams: ClassVar[Seams] = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,
+        "replicated_input": Role.REPLICATED_INPUT,
         "attach_loss": Role.ON_LAST_STAGE,
     }
     averages_tokens = True
@@ -146,9 +151,6 @@ class GateBudget(DepthPass):
     ) -> dict[str, SentTensor]:
         return {GATES: SentTensor(per_token=True)} if before else {}
 
-    def reads_full_sequence(self) -> str | None:
-        return "block.gates"
-
     def draw(self, tokens: Tokens) -> Tokens:
         """Return the tokens with a budget for each sequence, and the noise of this step of the run."""
         config = self.config
@@ -173,6 +175,7 @@ class GateBudget(DepthPass):
         """
         budgets, real = tokens.get(BUDGETS), tokens.real()
         assert budgets is not None
+        total = self.replicated_input(total[..., None], tokens)[..., 0]  # [B, T]
         total = total if real is None else total * real
         if tokens.any_padding() is None or real is None:
             lengths = total.new_full((len(total),), tokens.count() / tokens.fraction() / len(total))
@@ -189,6 +192,10 @@ class GateBudget(DepthPass):
             None if forward.aux_loss_weight is None else forward.aux_loss_weight * tokens.fraction()
         )
         return attach(x, loss, weight)
+
+    def replicated_input(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return x [B, T, 1] of all tokens. A seam: those between the blocks may be sharded over tp."""
+        return x
 
     def sum_over_sequence(self, sums: Tensor) -> Tensor:
         """Sum the gates [B] of a part of each sequence over its parts. A seam: a sequence may be sharded."""

@@ -6,8 +6,7 @@ from torch import nn
 
 from xscale.core.choices import Choice
 from xscale.core.errors import Problem
-from xscale.core.requirements import change, in_parts, instead, kinds, take
-from xscale.nn.blocks.stack import Stack
+from xscale.core.requirements import change, in_parts, kinds, take
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
 from xscale.parallel.pipeline.split import (
@@ -32,7 +31,6 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
         models = kinds(["decoder", "encoder", "encoder_decoder"], "model")
         return [Problem(f"{path}.mesh.pp", what, choices=take(1) + models)]
     problems = _check_engine(config, path)
-    problems += _check_streams(model, path)
     schedule, blocks = schedule_of(pipeline), len(block_paths(model))
     if schedule.interleaved and pipeline.stages_per_rank < 2:
         what = f"interleaved_1f1b needs at least 2 stages per rank, got {pipeline.stages_per_rank}"
@@ -105,18 +103,6 @@ def _one_copy(name: str, *, looks_up: bool) -> tuple[tuple[Choice, ...], str]:
         return schedules, ""
     untied = ("model.tied", False)
     return schedules + (change(("model.mtp", None), untied) if looks_up else change(untied)), ""
-
-
-def _check_streams(model: nn.Module, path: str) -> list[Problem]:
-    """List what blocks hand on, or read of all blocks, that stages do not."""
-    problems = []
-    stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    if len(stacks) > 1 and not all(stack.stream.is_hidden_states for stack in stacks):
-        several = next(stack.stream for stack in stacks if not stack.stream.is_hidden_states)
-        what = f"stages of an encoder-decoder pass on hidden states, and {several.form}"
-        choices = take(1) + instead("residual", str(several.Config.kind), ["pre"])
-        problems.append(Problem(f"{path}.mesh.pp", what, choices=choices))
-    return problems
 
 
 def _check_handed_on_scores(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import change, instead, take
+from xscale.core.requirements import change, take
 from xscale.mesh import torch_private
 from xscale.mesh.torch_private import (
     DispatchKey,
@@ -202,17 +202,6 @@ def check(parallel: ParallelConfig, path: str) -> list[Problem]:
             )
         )
     return [*problems, *_check_regather(parallel, where)]
-
-
-def check_model(model: nn.Module, parallel: ParallelConfig, path: str) -> list[Problem]:
-    """Return what of a model on meta cannot be offloaded."""
-    stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    several = [stack.stream for stack in stacks if not stack.stream.is_hidden_states]
-    if not parallel.recompute.offload or not several:
-        return []
-    what = f"{several[0].form}, and one input of a block is offloaded"
-    choices = take(False) + instead("residual", str(several[0].Config.kind), ["pre"])
-    return [Problem(f"{path}.recompute.offload", what, choices=choices)]
 
 
 def _check_regather(parallel: ParallelConfig, where: str) -> list[Problem]:
