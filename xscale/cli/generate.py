@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -41,6 +41,18 @@ Exits = Annotated[
     ),
 ]
 
+Cache = Annotated[
+    Literal["auto", "growing", "static"],
+    typer.Option(
+        help="KV cache: static has a fixed capacity, so that each step is a CUDA graph on a GPU and can be compiled; "
+        "auto: static there and with --compile, if all parts of the model have such a form; else growing."
+    ),
+]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile the step of the static cache, once, by torch.compile."),
+]
+
 
 def generate(
     run: RunFolder,
@@ -74,6 +86,8 @@ def generate(
     length_penalty: LengthPenalty = None,
     penalty_form: PenaltyForm = None,
     exits: Exits = True,
+    cache: Cache = "auto",
+    compile: Compile = False,
     ema: Ema = False,
     plugins: Plugins = False,
     step: Step = None,
@@ -107,6 +121,8 @@ def generate(
             length_penalty=0.6 if length_penalty is None else length_penalty,
             penalty_form=penalty_form or "wu",
             exits=exits,
+            cache=cache,
+            compile=compile,
             ema=ema,
             top_p=top_p,
             repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,

@@ -22,6 +22,7 @@ CORE = (
     "core_dropout",
     "core_prefix",
     "core_scores",
+    "core_static",
     "core_running_stats",
     "core_extremes",
 )

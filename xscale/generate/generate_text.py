@@ -9,6 +9,7 @@ import torch
 from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.generate.beam_search import PenaltyForm, beam_search
+from xscale.generate.decoders import CacheKind, Decoding
 from xscale.generate.exit_policy import exit_policy_of
 from xscale.generate.generate import encode_prompt, generate, lay_out_matrices
 from xscale.generate.parallel_decoding import decode_in_parallel
@@ -49,11 +50,16 @@ def generate_text(
     ema: bool = False,
     top_p: float | None = None,
     repetition_penalty: float = 1.0,
+    cache: CacheKind = "auto",
+    compile: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
     a `suffix`, the latter alone. Several beams search for the likeliest text, by all blocks, and sample nothing.
-    `exits`: whether tokens leave by the policy of its exits, if it has one. `say` is told the step."""
+    `exits`: whether tokens leave by the policy of its exits, if it has one. `cache` and `compile` are those of
+    `Decoding`. `say` is told the step, and how tokens are computed."""
+    decoding = Decoding(cache, compile, say)
+    decoding.check()
     loaded = load_run(folder, plugins=plugins, ema=ema)
     say(f"{folder}: step {loaded.step}")
     settings, tokenizer = loaded.settings, loaded.tokenizer
@@ -79,12 +85,14 @@ def generate_text(
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
         if isinstance(objective, Disco):
             _refuse_beams(beams)
+            _refuse_static(decoding, "the model writes all tokens at once, without steps")
             assert source is not None, "it is for models with a source"
             longest = min(tokens, data.target_length)
             return tokenizer.decode(decode_in_parallel(loaded.model, source, objective, longest))
         shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
         shared["prefix"] = OBJECTIVES.of(settings.objective).traits.prefix
         if beams > 1:
+            _refuse_static(decoding, "beam search reads all tokens of its hypotheses at each step")
             penalty: dict[str, Any] = {
                 "length_penalty": length_penalty,
                 "penalty_form": penalty_form,
@@ -95,6 +103,7 @@ def generate_text(
             sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
             sampling |= {"top_p": top_p, "repetition_penalty": repetition_penalty}
             sampling["policy"] = exit_policy_of(loaded.model) if exits else None
+            sampling["decoding"] = decoding
             written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
     text = tokenizer.decode(written)
     return text if traits.source or suffix is not None else prompt + text
@@ -146,3 +155,11 @@ def _refuse_beams(beams: int) -> None:
     if beams > 1:
         fix = "Take 1; objective.length_candidates are its alternatives."
         raise ConfigError("--beams", "the model writes all tokens at once, without a search", fix)
+
+
+def _refuse_static(decoding: Decoding, why: str) -> None:
+    """Refuse a static cache that was asked for where there is no step over it: ConfigError."""
+    if decoding.compile:
+        raise ConfigError("--compile", why, "Leave it out.")
+    if decoding.cache == "static":
+        raise ConfigError("--cache", why, "Take auto or growing.")

@@ -40,6 +40,7 @@ class SharedSublayers(DepthPass):
 
     key = "shared"
     used_by_all_blocks = True
+    has_static_form = True
 
     def __init__(self, sublayers: Mapping[str, nn.Module]) -> None:
         super().__init__()

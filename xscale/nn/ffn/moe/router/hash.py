@@ -155,6 +155,10 @@ class HashRouter(Router):
             )
         return row
 
+    def why_not_static(self) -> str | None:
+        reads_previous = self.config.function not in ("balanced", "rolled", "random", "position")
+        return "it keeps the id of the token before" if reads_previous else None
+
     def previous(self, tokens: Tokens) -> Tensor:
         """[B, T]: the id before each token in its document, -1 at the document's start."""
         ids = tokens.ids
