@@ -67,7 +67,7 @@ def saves_for_ever(dog: Watchdog) -> None:
 
 @dataclass
 class Case:
-    """What a run does around a pause, by which signal it is paused, and the status of its process."""
+    """Work of a run around a pause, the signal that pauses it, and the status of its process."""
 
     do: Callable[[Watchdog], None]
     number: signal.Signals

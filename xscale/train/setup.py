@@ -21,6 +21,7 @@ from xscale.mesh import axes
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh
+from xscale.mesh.shared_folder import require_shared
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer
 from xscale.optim.schedule import SCHEDULES
@@ -96,6 +97,7 @@ def set_up(
     mesh = init_mesh(
         rank_info, degrees, device, seconds, lambda: check_same_config(settings), io_seconds
     )
+    require_shared(Consensus(mesh.background), Path(settings.run.dir), "run.dir")
     adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
     corpus = with_caller_samples(settings, corpus, samples)
