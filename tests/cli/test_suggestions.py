@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from xscale.cli.main import app
+from xscale.cli.main import app, main
 from xscale.commands.show.recipes import FAMOUS, config_file, run_recipes
 from xscale.core.errors import ConfigError
 
@@ -62,6 +62,8 @@ TYPED = {
     "Qwen": ("train qwen", "The recipe 'dense_7b' has LLaMA 2's 7B shape"),
     "nanoGPT": ("train nanoGPT", "The recipe 'small' is"),
     "a path without its folder": ("train configs/quickstart.yaml", "Did you mean 'quickstart' (without .yaml)?"),
+    "list a recipe": ("list bytes", "It is a recipe: `xscale explain KEY bytes` says"),
+    "list what is none": ("list finished", "no family, part or variant. Families: model"),
     "explain a recipe": ("explain bytes", "It is a recipe: `xscale explain KEY bytes` says where it has a key"),
     "explain an option's word": ("explain data.path", "Write 'data.source={kind: text, paths: [FILES]}'"),
     "explain what is no key": ("explain unfinished", "`xscale explain` lists the sections of a config."),
@@ -95,6 +97,34 @@ def test_a_folder_is_no_config(command: str, tmp_path: Path, monkeypatch: pytest
         assert "this is a folder, and no config" in str(found.exception)
         assert advice in str(found.exception)
     assert config_file("quickstart") == run_recipes()["quickstart"], "the recipe, whatever folders there are"
+
+
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [
+        ("compare", "It has a run. Give a file as those of configs/compare: "),
+        ("ladder", "It has a run. Give a file as those of configs/ladder: bytes."),
+        ("check-part", "this is a folder, and no module. Give one of its files: mine.py."),
+        ("launch local", "is the folder of a run, and no config; "),
+        ("launch slurm", "its config, which resumes it"),
+    ],
+)
+def test_the_folder_of_a_run_is_none_of_other_files(
+    command: str,
+    advice: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    for name in ("config.yaml", "mine.py"):
+        (tmp_path / "a" / name).touch()
+    monkeypatch.setattr("sys.argv", ["xscale", *command.split(), "a"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert advice in capsys.readouterr().err
 
 
 def test_the_value_of_an_option_is_no_option() -> None:

@@ -194,8 +194,15 @@ def _details(entry: Row) -> str:
     return "\n    ".join(lines)
 
 
-def show_word(word: str, *, as_json: bool) -> None:
-    """Print what `word` is among the parts and the catalogue's rows; ConfigError if it is neither."""
+NEAR = 0.7
+"""Names that are less alike than this are no misspelling of one another, as `finished` is none of `fixed`."""
+
+
+def show_word(word: str, what_else: str, *, as_json: bool) -> None:
+    """Print what `word` is among the parts and the catalogue's rows.
+
+    ConfigError if it is neither, with the sentence `what_else` on what it is otherwise, or the nearest name.
+    """
     from xscale.conformance.families import families
 
     known = families()
@@ -209,8 +216,8 @@ def show_word(word: str, *, as_json: bool) -> None:
             *ids(),
             *(name for family in known.values() for name in family.names()),
         }
-        close = get_close_matches(word, sorted(names), n=1)
-        fix = (
+        close = get_close_matches(word, sorted(names), n=1, cutoff=NEAR)
+        fix = what_else or (
             f"Did you mean '{close[0]}'?"
             if close
             else f"Families: {', '.join(known)}; variants: xformers."

@@ -53,7 +53,7 @@ def config_file(config: str | Path, folder: str = RUNS) -> Path:
     path = Path(config)
     names = recipe_names() if folder == RUNS else list(_shipped(folder))
     if path.is_dir() and str(config) not in names:
-        raise ConfigError(str(path), "this is a folder, and no config", _in_folder(path))
+        raise ConfigError(str(path), "this is a folder, and no config", _in_folder(path, folder))
     if path.suffix not in YAML and path.name == str(config) and not path.is_file():
         return recipe_named(str(config)) if folder == RUNS else _named(str(config), folder)
     if os.path.lexists(path):
@@ -71,11 +71,13 @@ def config_file(config: str | Path, folder: str = RUNS) -> Path:
     )
 
 
-def _in_folder(folder: Path) -> str:
-    """A sentence on the config that a folder has: that of its run, or its YAML files."""
-    if (config := _config_of_run(folder)).is_file():
-        return f"It has a run, whose config is {config}: with it, `train` resumes the run."
-    return _listed(folder, [file.name for file in folder.glob("*.y*ml")])
+def _in_folder(folder: Path, of: str) -> str:
+    """A sentence on the config that a folder has: that of its run, or its YAML files; or on those of configs/`of`."""
+    if not (config := _config_of_run(folder)).is_file():
+        return _listed(folder, [file.name for file in folder.glob("*.y*ml")])
+    if of != RUNS:
+        return f"It has a run. Give a file as those of configs/{of}: {', '.join(_shipped(of))}."
+    return f"It has a run, whose config is {config}: with it, `train` resumes the run."
 
 
 def _shipped_file(path: Path) -> Path | None:
