@@ -46,7 +46,8 @@ def show(path: Path, *, only: str = "", as_json: bool = False, say: Say = print)
         say(_json(asdict(shown)))
         return EXIT_DONE
     row = shown.row
-    facts = [row.status, format_bytes(row.size), counted(row.world, "rank"), row.written_by]
+    ranks = "an unknown number of ranks" if row.world is None else counted(row.world, "rank")
+    facts = [row.status, format_bytes(row.size), ranks, row.written_by]
     say(f"{row.path}: step {row.step}, {', '.join(facts)}")
     say(f"state: {json.dumps(shown.state)}")
     tensors = [tensor for tensor in shown.tensors if tensor.name.startswith(only)]

@@ -129,9 +129,9 @@ def _row(about: "About", status: str, recipe: "Recipe | None") -> Row:
         why=about.why,
         recipe=None if recipe is None else f"configs/xformer/{about.id}.yaml",
         parts=tuple(f"{family}:{name}" for family, name in parts),
-        causal=modes and modes.causal,
-        bidirectional=modes and modes.bidirectional,
-        cross=modes and modes.cross,
+        causal=None if modes is None else modes.causal,
+        bidirectional=None if modes is None else modes.bidirectional,
+        cross=None if modes is None else modes.cross,
         deviations=(
             *about.deviations,
             *(

@@ -23,9 +23,10 @@ class TinyAttention(Module):
 
     def forward(self, x: Tensor, cache: ValueCache | None) -> Tensor:
         """[B, T, D] -> [B, T, C]; `cache` has the keys and values of earlier tokens."""
-        q, k, v = self.qkv(x).split(self.width, -1)
+        q, k, v = torch.split(self.qkv(x), self.width, -1)
         if cache is not None:
-            k, v = cache.append(torch.cat((k, v), -1)[:, None])[:, 0].split(self.width, -1)
+            cached = cache.append(torch.cat((k, v), -1)[:, None])[:, 0]
+            k, v = torch.split(cached, self.width, -1)
         queries, keys = q.shape[1], k.shape[1]
         seen = None
         if self.causal:
