@@ -1,13 +1,17 @@
 """Config of exits, and the checks of what in it goes together."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
-from xscale.core.requirements import change, take
+from xscale.core.requirements import change, kinds, take
+from xscale.nn.depth.depth_pass import StackUse
 from xscale.nn.depth.early_exit import ExitPolicyConfig
+from xscale.nn.dims import Dims
+from xscale.nn.mixer.mixer import hands_on_scores
+from xscale.nn.norm.norm import NORMS
 
 
 class ExitsConfig(Config):
@@ -72,6 +76,48 @@ class ExitsConfig(Config):
     def after(self, depth: int) -> tuple[int, ...]:
         """Return the blocks with an exit, from 0, in a stack of `depth` blocks."""
         return tuple(range(depth - 1)) if self.blocks is None else self.blocks
+
+
+def check_exits(config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
+    """List what the exits of a stack of this `StackConfig` cannot be."""
+    exits, where = config.exits, f"{path}.exits"
+    if exits is None:
+        return []
+    refused = _no_exits(config, use)
+    if refused is not None:
+        return [Problem(where, refused, "Take null.")]
+    if dims.depth == 1:
+        return [
+            Problem(
+                where,
+                "the model's head follows the only block",
+                "Take null, or a deeper stack.",
+            )
+        ]
+    problems = [
+        *check_blocks(exits, dims.depth, where),
+        *check_losses(exits, dims.causal, where),
+    ]
+    norm = NORMS.of(config.block.norm)
+    if exits.norm and norm.traits.batch_statistics:
+        what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
+        norms = kinds(NORMS.able(batch_statistics=False), f"{path}.block.norm")
+        problems.append(Problem(f"{where}.norm", what, choices=take(False) + norms))
+    policy = exits.policy
+    return problems + (
+        [] if policy is None else policy.check(len(exits.after(dims.depth)), f"{where}.policy")
+    )
+
+
+def _no_exits(stack: Any, use: StackUse) -> str | None:
+    """Return why a stack of this `StackConfig` can have no exits; None: it can."""
+    if not use.predicts:
+        return "the model's head does not read the output of this stack alone, and an exit predicts as that head does"
+    if stack.exits.policy is not None and hands_on_scores(stack):
+        return "a token that has left has no attention scores to hand on to the next block"
+    if stack.halting is not None:
+        return "the output is a mean over the blocks in which a token was computed, and an exit would read one block's"
+    return None
 
 
 def check_blocks(config: ExitsConfig, depth: int, path: str) -> list[Problem]:
