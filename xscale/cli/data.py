@@ -50,7 +50,7 @@ def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     An interrupted preparation resumes: finished shards are kept.
     """
     from xscale.commands.data.prepare_data import prepare
-    from xscale.data.corpus.shards import unknown_sentence
+    from xscale.data.corpus.merge_shards import unknown_sentence
     from xscale.mesh.environment import read_rank_info
 
     rank_from_launcher()

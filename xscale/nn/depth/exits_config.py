@@ -6,10 +6,12 @@ from pydantic import Field
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
-from xscale.core.requirements import change, take
+from xscale.core.requirements import change, kinds, take
 from xscale.nn.depth.depth_pass import StackUse
 from xscale.nn.depth.early_exit import ExitPolicyConfig
+from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import hands_on_scores, without_scores
+from xscale.nn.norm.norm import NORMS
 
 POLICIES = (
     {"criterion": "entropy", "threshold": 1},
@@ -81,6 +83,32 @@ class ExitsConfig(Config):
     def after(self, depth: int) -> tuple[int, ...]:
         """Return the blocks with an exit, from 0, in a stack of `depth` blocks."""
         return tuple(range(depth - 1)) if self.blocks is None else self.blocks
+
+
+def check_exits(config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
+    """List what the exits of a stack of this `StackConfig` cannot be."""
+    exits, where = config.exits, f"{path}.exits"
+    if exits is None:
+        return []
+    refused = check_stack(config, path, use)
+    if refused is not None:
+        return [refused]
+    if dims.depth == 1:
+        choices = take(None) + take(2, key=f"{path}.depth")
+        return [Problem(where, "the model's head follows the only block", choices=choices)]
+    problems = [
+        *check_blocks(exits, dims.depth, where),
+        *check_losses(exits, dims.causal, where),
+    ]
+    norm = NORMS.of(config.block.norm)
+    if exits.norm and norm.traits.batch_statistics:
+        what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
+        norms = kinds(NORMS.able(batch_statistics=False), f"{path}.block.norm")
+        problems.append(Problem(f"{where}.norm", what, choices=take(False) + norms))
+    policy = exits.policy
+    return problems + (
+        [] if policy is None else policy.check(len(exits.after(dims.depth)), f"{where}.policy")
+    )
 
 
 def check_stack(stack: Any, path: str, use: StackUse) -> Problem | None:
