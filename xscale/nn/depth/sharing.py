@@ -38,6 +38,7 @@ class SharedSublayers(DepthPass):
     """The sublayers that all blocks have in common, under their names in a block."""
 
     key = "shared"
+    reads_hidden_states = ""
     used_by_all_blocks = True
 
     def __init__(self, sublayers: Mapping[str, nn.Module]) -> None:
