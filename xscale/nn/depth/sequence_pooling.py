@@ -146,6 +146,7 @@ class SequencePooling(DepthPass):
     """The poolings of a stack."""
 
     key = "pooling"
+    reads_hidden_states = "windows of one are pooled between blocks"
 
     def __init__(self, config: SequencePoolingConfig, dims: Dims, *, repeats: bool = True) -> None:
         """`repeats`: the output of a stack without a decoder are repeated states, one for each token."""
