@@ -17,6 +17,7 @@ from xscale.cli.options import (
     checkpoint_to_read,
 )
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.say import say
 
 TopP = Annotated[
     float | None,
@@ -112,7 +113,9 @@ def generate(
     _check_search(
         beams, sampling, {"--length-penalty": length_penalty, "--penalty-form": penalty_form}
     )
-    print(
+    # What a model of anyone wrote may steer a terminal; a file or a program gets it as it is.
+    write = say if sys.stdout.isatty() else print
+    write(
         generate_text(
             checkpoint_to_read(run, step, strict),
             sys.stdin.read() if prompt == "-" else prompt,
