@@ -22,6 +22,7 @@ from xscale.mesh.collectives import barrier
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import leaving_process_group
+from xscale.nn.module import draws_dropout
 from xscale.observe import EndReport, Observer
 from xscale.observe.make_observers import make_observers
 from xscale.run.init_weights import load_initial_weights
@@ -141,7 +142,7 @@ def _train(
         encode_prompts(settings, parts.corpus.tokenizer)
         require_tasks(settings.train.tasks, Consensus(parts.mesh.background))
         with (
-            attention_backends(parts.mesh.device),
+            attention_backends(parts.mesh.device, dropout=draws_dropout(parts.model)),
             RunLock(folder) as lock,
             make_saver(parts, folder) as saves,
         ):

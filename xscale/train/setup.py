@@ -23,10 +23,11 @@ from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh
 from xscale.mesh.shared_folder import require_shared
+from xscale.nn.module import draws_dropout
 from xscale.objective.objective import OBJECTIVES, Objective, SpecialTokens
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer
 from xscale.optim.schedule import SCHEDULES
-from xscale.parallel import context, deepep
+from xscale.parallel import context, cuda_graph, deepep
 from xscale.parallel.ema import ExponentialMovingAverage
 from xscale.parallel.engine.fsdp import FsdpEngine, optimizer_weights
 from xscale.parallel.engine.protocol import Engine
@@ -47,6 +48,7 @@ from xscale.run.run_data import (
 )
 from xscale.run.run_folder import CHECKPOINTS, check_same_config
 from xscale.settings.settings import Settings, build_on_meta
+from xscale.step.micro_batch_graphs import MicroBatchGraphs
 from xscale.step.stepper import Stepper
 from xscale_kernels import attention_backends
 
@@ -102,7 +104,9 @@ def set_up(
     plan = _checked_plan(settings, model, specials, rank_info.world)
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
-    applied = padding_note(tokenizer) + attention_backends.sentences(device)
+    applied = padding_note(tokenizer) + attention_backends.sentences(
+        device, dropout=draws_dropout(model)
+    )
     draw_weights = not resumes or not _has_checkpoint(settings, mesh)
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
     parameters = sharded_parameters(model)
@@ -125,7 +129,13 @@ def set_up(
         parameters=parameters,
         applied=tuple(applied),
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
-        stepper=Stepper(engine, objective, device, repeats=degrees.tp * degrees.pp),
+        stepper=Stepper(
+            engine,
+            objective,
+            device,
+            repeats=degrees.tp * degrees.pp,
+            graphs=_graphs(settings, model, objective, engine, device),
+        ),
         training=micro_batches(corpus.train),
         validation=None if held_out is None else micro_batches(held_out),
         eval_sequences=0
@@ -232,3 +242,13 @@ def make_engine(
         kernel_choices=settings.kernels,
         ema=None if decay is None else ExponentialMovingAverage(model, trained, decay),
     )
+
+
+def _graphs(
+    settings: Settings, model: nn.Module, objective: Objective, engine: Engine, device: torch.device
+) -> MicroBatchGraphs | None:
+    """Return what captures micro-batches as CUDA graphs; None: the run has none."""
+    if not settings.parallel.cuda_graphs:
+        return None
+    cuda_graph.require_cuda(device)
+    return MicroBatchGraphs(model, objective.loss, engine.backward)

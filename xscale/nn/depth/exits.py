@@ -51,6 +51,8 @@ class Exit(Module):
 class Exits(DepthPass):
     """The exits of a stack, by the number of their block, and the weights of the losses."""
 
+    reads_progress = True
+
     key = "exits"
     reads_hidden_states = "an exit reads one"
     seams: ClassVar[Seams] = {

@@ -112,6 +112,8 @@ class Gate(Module):
 class GateBudget(DepthPass):
     """The budgets of a stack with gates, and their loss."""
 
+    reads_progress = True
+
     key = "gates"
     config_key = "block.gates"
     reads_hidden_states = (
