@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from xscale.mesh import axes
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh
+from xscale.mesh.shared_folder import require_shared
 from xscale.nn.module import draws_dropout
-from xscale.objective.objective import OBJECTIVES, Objective
+from xscale.objective.objective import OBJECTIVES, Objective, SpecialTokens
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer
 from xscale.optim.schedule import SCHEDULES
 from xscale.parallel import context, cuda_graph, deepep
@@ -86,33 +88,20 @@ def set_up(
     """
     # Rank 0 prepares the data for all, so that it alone looks for files.
     if problems := check_machine(settings, invalid=["data"]):
-        raise ConfigError(
-            problems + (check_machine(settings, invalid=["run"]) if rank_info.is_rank0 else [])
-        )
-    device = device_of(settings, rank_info)
-    degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
-    seconds, io_seconds = (
-        settings.parallel.longest_timeout_seconds,
-        settings.parallel.io_timeout_seconds,
-    )
-    mesh = init_mesh(
-        rank_info, degrees, device, seconds, lambda: check_same_config(settings), io_seconds
-    )
+        of_data = check_machine(settings, invalid=["run"]) if rank_info.is_rank0 else []
+        raise ConfigError(problems + of_data)
+    mesh = _mesh_of(settings, rank_info)
+    require_shared(Consensus(mesh.background), Path(settings.run.dir), "run.dir")
+    device, degrees = mesh.device, mesh.degrees
     adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
     corpus = with_caller_samples(settings, corpus, samples)
     tokenizer = corpus.tokenizer
     unpadded = _unpadded_vocabulary(settings, mesh, tokenizer)
     specials = replace(special_tokens_of(tokenizer), vocabulary=unpadded)
-    length, source_length = settings.data.sequence_length, settings.data.source_length
+    source_length = settings.data.source_length
     model = build_on_meta(settings, tokenizer.vocabulary, unpadded)
-    plan = ParallelPlan(settings.parallel, settings.precision, length)
-    objective_type = OBJECTIVES.of(settings.objective).part
-    problems = plan.check(model, rank_info.world) + objective_type.check(
-        settings.objective, specials, source_length, "objective"
-    )
-    if problems:
-        raise ConfigError(problems)
+    plan = _checked_plan(settings, model, specials, rank_info.world)
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
     applied = padding_note(tokenizer) + attention_backends.sentences(
@@ -128,6 +117,9 @@ def set_up(
     applied += lines
     engine = make_engine(settings, model, parameters, mesh)
     held_out = corpus.validation
+    micro_batches = partial(
+        make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding
+    )
     return RunParts(
         settings=settings,
         mesh=mesh,
@@ -144,10 +136,8 @@ def set_up(
             repeats=degrees.tp * degrees.pp,
             graphs=_graphs(settings, model, objective, engine, device),
         ),
-        training=make_micro_batches(settings, corpus.train, objective, mesh, sharding),
-        validation=None
-        if held_out is None
-        else make_micro_batches(settings, held_out, objective, mesh, sharding),
+        training=micro_batches(corpus.train),
+        validation=None if held_out is None else micro_batches(held_out),
         eval_sequences=0
         if held_out is None
         else evaluation_sequences(len(held_out.data), settings.train.eval_sequences),
@@ -157,6 +147,34 @@ def set_up(
         peak=peak_flops(device, plan.compute),
         has_weights=draw_weights,
     )
+
+
+def _mesh_of(settings: Settings, rank_info: RankInfo) -> Mesh:
+    """The device mesh of the run, after all ranks agree on its config. Collective."""
+    parallel = settings.parallel
+    device = device_of(settings, rank_info)
+    return init_mesh(
+        rank_info,
+        axes.resolve(parallel.mesh, rank_info.world),
+        device,
+        parallel.longest_timeout_seconds,
+        lambda: check_same_config(settings),
+        parallel.io_timeout_seconds,
+    )
+
+
+def _checked_plan(
+    settings: Settings, model: nn.Module, specials: SpecialTokens, world: int
+) -> ParallelPlan:
+    """The plan of the model over `world` ranks. ConfigError for what it or the objective cannot do with this model."""
+    data, objective = settings.data, settings.objective
+    plan = ParallelPlan(settings.parallel, settings.precision, data.sequence_length)
+    objective_type = OBJECTIVES.of(objective).part
+    problems = plan.check(model, world)
+    problems += objective_type.check(objective, specials, data.source_length, "objective")
+    if problems:
+        raise ConfigError(problems)
+    return plan
 
 
 def _unpadded_vocabulary(settings: Settings, mesh: Mesh, tokenizer: Tokenizer) -> int:

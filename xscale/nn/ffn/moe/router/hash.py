@@ -102,9 +102,8 @@ class HashRouter(Router):
             len(frequencies) != dims.vocabulary or min(frequencies) < 0
         ):
             what = f"{len(frequencies)} frequencies for a vocabulary of {dims.vocabulary}"
-            problems.append(
-                Problem(f"{path}.frequencies", what, "Give one number of 0 or more for each id.")
-            )
+            fix = "Or give one number of 0 or more for each id."
+            problems.append(Problem(f"{path}.frequencies", what, fix, choices=take(None)))
         return problems
 
     @classmethod
