@@ -52,7 +52,7 @@ from xscale.train.resume import Resumed, make_in_memory_checkpoint, resume
 from xscale.train.setup import check_machine, set_up
 from xscale.watchdog.crash_dumps import CrashDumps
 from xscale.watchdog.distributed_stop import StopRequested
-from xscale.watchdog.watchdog import StopSignal, Watchdog
+from xscale.watchdog.watchdog import LostRankError, StopSignal, Watchdog
 from xscale_kernels.attention_backends import attention_backends
 from xscale_kernels.select import UnusableError
 
@@ -80,7 +80,7 @@ def train(settings: Settings, samples: Any = None) -> int:
             raise ConfigError(
                 "kernels", str(error), "Choose a usable implementation, or none."
             ) from error
-        except (KeyboardInterrupt, RuntimeError):
+        except (KeyboardInterrupt, RuntimeError, LostRankError):
             # A rank that stops before the first step breaks the connections of ranks that wait for it.
             if stop.cause is None or stop.in_training:
                 raise

@@ -50,6 +50,7 @@ from xscale.run.run_folder import CHECKPOINTS, check_same_config
 from xscale.settings.settings import Settings, build_on_meta
 from xscale.step.micro_batch_graphs import MicroBatchGraphs
 from xscale.step.stepper import Stepper
+from xscale.watchdog.watchdog import naming_lost_ranks
 from xscale_kernels import attention_backends
 
 
@@ -78,6 +79,7 @@ def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Pro
     return problems if "data" in invalid else problems + missing_files(data_of_run(settings)[0])
 
 
+@naming_lost_ranks()
 def set_up(
     settings: Settings, rank_info: RankInfo, *, resumes: bool = False, samples: Any = None
 ) -> RunParts:
