@@ -81,6 +81,7 @@ COMMANDS: dict[str, list[str]] = {
     "report": ["report", "RUN"],
     "a report of two": ["report", "RUN", "RUN", "--output", "TOP/two.html"],
     "eval": ["eval", "RUN", "--sequences", "2"],
+    "generate": ["generate", "RUN", "a", "--tokens", "2"],
     "train": ["train", "TOP/config.yaml"],
 }
 

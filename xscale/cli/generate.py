@@ -17,7 +17,7 @@ from xscale.cli.options import (
     checkpoint_to_read,
 )
 from xscale.core.errors import ConfigError, Problem
-from xscale.core.say import say
+from xscale.core.say import say, say_aside
 
 TopP = Annotated[
     float | None,
@@ -134,7 +134,7 @@ def generate(
             top_p=top_p,
             repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
             plugins=plugins,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=say_aside,
         )
     )
 

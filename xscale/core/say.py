@@ -1,11 +1,17 @@
-"""Lines of a command on standard output that quote files, which may be from anyone."""
+"""Lines of a command that quote files, which may be from anyone."""
 
+import sys
 import unicodedata
 
 
 def say(text: str) -> None:
     """Print `text` line by line, and escape in each what a terminal would carry out instead of showing it."""
     print(shown(text), flush=True)
+
+
+def say_aside(text: str) -> None:
+    """Print `text` as `say` does, on standard error."""
+    print(shown(text), file=sys.stderr, flush=True)
 
 
 def shown(text: str) -> str:
