@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.core.compose import leaves
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, counted
 from xscale.core.files.atomic_write import write_atomically
 from xscale.core.yaml_writer import flow_text
 from xscale.observe.format import duration, page_bytes, printable, quantity
@@ -162,8 +162,8 @@ def page(runs: Sequence[ComparedRun]) -> str:
         else " A curve is the mean of the runs that differ in the seed alone; its band is their range."
     )
     parts = [
-        f'<header><h1>{title}</h1><p class="lead">{len(groups)} configs, up to {seeds} seed(s) of each.{note}</p>'
-        "</header>",
+        f'<header><h1>{title}</h1><p class="lead">{len(groups)} configs, '
+        f"up to {counted(seeds, 'seed')} of each.{note}</p></header>",
         section("Best runs", _ranking(runs, groups, measure)),
         section("Learning", _curves(groups)),
         section("What differs in the configs", _differences(groups, keys)),

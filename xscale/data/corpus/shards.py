@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from xscale.core.config import encode
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, counted
 from xscale.core.files.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.files.file_safety import decode_json, read_regular, remove_file
 from xscale.data.config import DataConfig
@@ -352,7 +352,8 @@ def _moved_document(
             path, "the corpus has no text: every document is blank", "Name files that contain text."
         )
     if train == 0 or (train == 1 and validation == 0 and config.validation):
-        what = f"{train + validation} document(s) cannot be split into train and validation"
+        documents = counted(train + validation, "document")
+        what = f"{documents} cannot be split into train and validation"
         fix = "Give more documents, split them finer (data.source.document: paragraph), or set data.validation to 0."
         raise ConfigError(path, what, fix)
     if validation or not config.validation:
