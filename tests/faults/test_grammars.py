@@ -27,7 +27,7 @@ from xscale.checkpoint.tools import tools
 from xscale.commands.checkpoints.import_hf import import_run
 from xscale.core.compose import compose_leniently
 from xscale.core.errors import ConfigError, FaultError
-from xscale.data.corpus.prepared import DatasetManifest
+from xscale.data.corpus.manifest import DatasetManifest
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.recipe import read_and_check
 from xscale.run.state import State

@@ -27,7 +27,8 @@ from xscale.checkpoint.load import CheckpointReader, load
 from xscale.checkpoint.tools import tools
 from xscale.convert.deepspeed import read_universal
 from xscale.convert.hf.import_model import open_hf_folder, resolve_snapshot
-from xscale.convert.hf.tokenizer import IDS, ORIGIN, kept_special_ids, restore_tokenizer
+from xscale.convert.hf.special_ids import IDS, ORIGIN, kept_special_ids
+from xscale.convert.hf.tokenizer import restore_tokenizer
 from xscale.core.errors import ConfigError, FaultError
 from xscale.core.files.file_safety import (
     JSON_VALUES,
@@ -37,7 +38,7 @@ from xscale.core.files.file_safety import (
     remove_file,
     remove_folder,
 )
-from xscale.data.corpus.prepared import DatasetManifest
+from xscale.data.corpus.manifest import DatasetManifest
 from xscale.data.indexed import IndexedDataset
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.sentencepiece import SentencePiece
@@ -101,15 +102,15 @@ def with_file(folder: Path, name: str, content: bytes) -> Path:
 
 
 def megatron(folder: Path, content: bytes, name: str) -> Any:
-    from xscale.commands.checkpoints import megatron as command
+    from xscale.commands.checkpoints import gpt_model
 
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     with_file(folder, name, content)
-    command.require_torch_format(folder)
-    held = command.contents(folder) if name == ".metadata" else None
+    gpt_model.require_torch_format(folder)
+    held = gpt_model.contents(folder) if name == ".metadata" else None
     from megatron.core import dist_checkpointing
 
-    return held, command._guarded(folder, lambda: dist_checkpointing.load_common_state_dict(str(folder)))
+    return held, gpt_model._guarded(folder, lambda: dist_checkpointing.load_common_state_dict(str(folder)))
 
 
 def checkpoint(folder: Path, name: str, content: bytes) -> Path:

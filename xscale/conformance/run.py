@@ -19,6 +19,8 @@ from xscale.core.registry import Entry
 
 CORE = (
     "core",
+    "core_added_terms",
+    "core_context",
     "core_ones",
     "core_dropout",
     "core_prefix",

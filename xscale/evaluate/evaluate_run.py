@@ -16,7 +16,7 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.core.say import say_aside
 from xscale.core.yaml_reader import parse
 from xscale.data.config import DataConfig
-from xscale.data.corpus.prepared import MANIFEST
+from xscale.data.corpus.manifest import MANIFEST
 from xscale.data.corpus.stored_tokenizer import with_tokenizer
 from xscale.data.indexed import suffixed
 from xscale.data.samples.loader import Loader

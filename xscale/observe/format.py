@@ -3,6 +3,7 @@
 import math
 import unicodedata
 from collections.abc import Mapping
+from html import escape
 
 
 def quantity(value: float) -> str:
@@ -100,3 +101,8 @@ def tasks_clause(results: Mapping[str, float]) -> str:
 def metric_words(name: str) -> str:
     """'macro_f1' as 'macro F1'."""
     return name.replace("_", " ").replace("f1", "F1")
+
+
+def html_text(text: str) -> str:
+    """Return the text as HTML shows it, without control characters."""
+    return escape(printable(text))

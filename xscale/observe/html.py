@@ -14,7 +14,7 @@ from xscale.observe.events import EndReport, RunFacts, SampleReport, StepReport
 from xscale.observe.format import page_bytes, printable
 from xscale.observe.observer import Observer
 from xscale.observe.record import Record
-from xscale.observe.report import sections
+from xscale.observe.report import evaluation_sections, sections
 from xscale.observe.report.style import STYLE
 
 REPORT_FILE = "report.html"
@@ -110,9 +110,9 @@ def page(run: Record, numbers: record.History) -> str:
     curves = sections.curves(run, numbers)
     parts = [
         sections.summary(run, numbers),
-        sections.section("Learning", curves, sections.evaluations(numbers)),
-        sections.section("Tasks", sections.tasks(numbers)),
-        sections.section("Samples", sections.samples(run)),
+        sections.section("Learning", curves, evaluation_sections.evaluations(numbers)),
+        sections.section("Tasks", evaluation_sections.tasks(numbers)),
+        sections.section("Samples", evaluation_sections.samples(run)),
         sections.section("Experts: who gets the tokens", sections.experts(numbers)),
         sections.section("Attention: which blocks see which", sections.attention(run)),
         sections.section("Speed", sections.speed(numbers)),

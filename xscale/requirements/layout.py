@@ -17,7 +17,8 @@ from xscale.nn.model.model import Model
 from xscale.nn.module import unmet_needs
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.plan import ParallelPlan
-from xscale.parallel.steps import STEPS, Step, StepSettings
+from xscale.parallel.plan_step import Step, StepSettings
+from xscale.parallel.steps import STEPS
 from xscale.settings.settings import Settings
 
 

@@ -5,7 +5,7 @@ from xscale.core.requirements import take, with_paths
 from xscale.data.config import DataConfig
 from xscale.nn.model.model import MODELS, Model
 from xscale.nn.module import CHOOSABLE_KERNELS
-from xscale.nn.norm.norm import check_places
+from xscale.nn.norm.batch_statistics import check_places
 from xscale.parallel.config import ParallelConfig
 from xscale_kernels.packed_attention.op import COMPILED
 from xscale_kernels.packed_attention.op import LIBRARIES as PACKED_LIBRARIES

@@ -13,15 +13,9 @@ from xscale.core.config import encode
 from xscale.core.errors import ConfigError, FaultError
 from xscale.core.files.file_safety import check_private_folder
 from xscale.mesh.consensus import Consensus
+from xscale.run.config_changes import changes_since, differences, with_defaults
 from xscale.run.parts import RunParts
-from xscale.run.run_folder import (
-    CHECKPOINTS,
-    changes_since,
-    differences,
-    read_config,
-    run_name,
-    with_defaults,
-)
+from xscale.run.run_folder import CHECKPOINTS, read_config, run_name
 from xscale.run.saved_state import state_check, state_of, with_same_tokenizer
 from xscale.run.state import State
 

@@ -35,6 +35,7 @@ from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.precision import float8
 from xscale.parallel.shard.full_tensors import ShardedTensors
 from xscale.parallel.shard.sharded import ShardedParameter, sharded_parameters
+from xscale.run.config_changes import check_same_config
 from xscale.run.init_weights import adopt_tokenizer
 from xscale.run.parts import RunParts, device_of
 from xscale.run.run_data import (
@@ -46,7 +47,7 @@ from xscale.run.run_data import (
     special_tokens_of,
     with_caller_samples,
 )
-from xscale.run.run_folder import CHECKPOINTS, check_same_config
+from xscale.run.run_folder import CHECKPOINTS
 from xscale.settings.settings import Settings, build_on_meta
 from xscale.step.micro_batch_graphs import MicroBatchGraphs
 from xscale.step.stepper import Stepper

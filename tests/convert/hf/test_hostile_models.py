@@ -16,7 +16,7 @@ from tests.bounds import bounded, listing
 from tests.faults.dying import save_step
 from tests.faults.planted_entries import dangling_link, fifo, link_to_file, link_to_folder
 from xscale.commands.checkpoints.import_hf import import_run
-from xscale.convert.hf.tokenizer import GENERATION, IDS, ORIGIN, export_generation_config, kept_special_ids
+from xscale.convert.hf.special_ids import GENERATION, IDS, ORIGIN, export_generation_config, kept_special_ids
 from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.huggingface import HuggingFace
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -21,12 +20,11 @@ from xscale.nn.attention.ops.block_plan import BlockPlan, TokenMasks, plan_block
 from xscale.nn.attention.ops.block_terms import NAMES, TermPlaces
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.flex import FlexAttention
-from xscale.nn.attention.ops.gathered import (
-    PADDING_DOCUMENT,
-    DocumentMask,
-    InBlockMask,
-    ScoreOptions,
-    gathered_attention,
+from xscale.nn.attention.ops.gathered import ScoreOptions, gathered_attention
+from xscale.nn.attention.ops.in_block_mask import (
+    in_block_mask,
+    pad_blocks,
+    split_blocks,
 )
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.shown_keys import ShownKeys
@@ -253,11 +251,13 @@ class BlockSparse(Core):
         size = 1 if single else block
         before = 0 if single else before
         grid = self._grid(mask, q.shape[1], first_row)
-        queries = _split(_pad(q, 2, before, size), 2, size)  # [B, H, rows, Q, K]
-        keys, values = (_split(_pad(x, 2, 0, block), 2, block) for x in (k, v))  # [B, G, N, b, K]
+        queries = split_blocks(pad_blocks(q, 2, before, size), 2, size)  # [B, H, rows, Q, K]
+        keys, values = (
+            split_blocks(pad_blocks(x, 2, 0, block), 2, block) for x in (k, v)
+        )  # [B, G, N, b, K]
         plan, token_masks = self._plan(grid, q.device, single)
         first_query = mask.offset - before
-        block_mask = _in_block_mask(q, mask, block, size, before)
+        block_mask = in_block_mask(q, mask, block, size, before)
         block_mask = replace(block_mask, token_masks=token_masks, first_query=first_query)
         bias = None
         if mask.relative_bias is not None:
@@ -266,8 +266,8 @@ class BlockSparse(Core):
             )
             bias = mask.relative_bias(torch.arange(offsets.start, offsets.stop, device=q.device))
         elif (by_pair := self._bias_by_pair(q, k, mask)) is not None:
-            bias = _pad(_pad(by_pair, 2, before, size), 3, 0, block)
-            bias = _split(_split(bias, 3, block), 2, size)  # [B or 1, H, rows, Q, N, b]
+            bias = pad_blocks(pad_blocks(by_pair, 2, before, size), 3, 0, block)
+            bias = split_blocks(split_blocks(bias, 3, block), 2, size)  # [B or 1, H, rows, Q, N, b]
         seed = int(self.random.integer(1 << 62)) if dropout else 0
         first_head = self.random.offset("heads")
         options = ScoreOptions(q.shape[-1] ** -0.5, self.config.soft_cap, dropout, seed, first_head)
@@ -379,43 +379,3 @@ class BlockSparse(Core):
             for bucket in plan.buckets
         )
         return 2.0 * blocks * size * self.config.block * head_width
-
-
-def _pad(x: Tensor, dim: int, before: int, multiple: int, value: int = 0) -> Tensor:
-    """Pad `dim` with `before` values at its start, and at its end up to a `multiple`."""
-    after = -(before + x.shape[dim]) % multiple
-    if not before and not after:
-        return x
-    return F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), before, after), value=value)
-
-
-def _split(x: Tensor, dim: int, size: int) -> Tensor:
-    """Split the axis `dim` into two axes, the second of length `size`."""
-    return x.view(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
-
-
-def _in_block_mask(
-    q: Tensor, mask: AttentionMask, block: int, size: int, before: int
-) -> InBlockMask:
-    """Build the mask inside blocks of `size` queries, of which the first `before` are padding."""
-    causal = None
-    if mask.causal:
-        position = (
-            torch.arange(size, device=q.device)
-            if size == block
-            else q.new_full((1,), mask.offset % block)
-        )
-        future = torch.arange(block, device=q.device)[None, :] > position[:, None]  # [Q, b]
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        causal = torch.zeros(future.shape, dtype=dtype, device=q.device).masked_fill_(
-            future, float("-inf")
-        )
-    if mask.query_documents is None:
-        return InBlockMask(causal, 0 if mask.causal else mask.keys % block)
-    assert mask.key_documents is not None
-    queries = _split(_pad(mask.query_documents.long(), 1, before, size), 1, size)
-    keys = _split(_pad(mask.key_documents.long(), 1, 0, block, PADDING_DOCUMENT), 1, block)
-    return InBlockMask(
-        causal,
-        documents=DocumentMask.of(queries, keys, torch.promote_types(q.dtype, torch.float32)),
-    )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import change, instead, take
-from xscale.mesh.collectives import gather_out, slice_in
+from xscale.mesh.differentiable_collectives import gather_out, slice_in
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.module import Module, substitute
 from xscale.nn.norm.norm import NORMS

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from xscale.cli.bench_runs import bench_checkpoint, bench_memory, bench_train
+from xscale.cli.bench.runs import bench_checkpoint, bench_memory, bench_train
 from xscale.cli.complete import one_of
 from xscale.cli.group import Group
 from xscale.cli.options import CommandWithSettings, Json, Record
