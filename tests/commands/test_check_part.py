@@ -13,7 +13,7 @@ from xscale.commands.check_part import check_part
 from xscale.conformance.families import FAMILIES
 from xscale.conformance.run import SUITES, checks_for
 from xscale.core.compose import compose
-from xscale.core.errors import ConfigError
+from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.nn.attention.core import CORES
 from xscale.recipe import read_and_check
 
@@ -101,6 +101,16 @@ def test_a_run_refuses_a_cheat_in_a_sentence(name: str, folder: Path) -> None:
     assert f"xscale check-part {module}" in problem.advice
 
 
+def test_the_command_that_a_refusal_prints_finds_the_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the command was started above the config."""
+    (folder / "configs").mkdir()
+    write(folder / "configs", "mine_below", LEAK)
+    (folder / "configs/mine.yaml").write_text("use: [run/bytes]\nplugins: [mine_below]\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        read_and_check(compose(folder / "configs/mine.yaml", []))
+    assert "`xscale check-part configs/mine_below.py` runs" in str(refused.value)
+
+
 def test_a_module_beside_the_config_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the command starts elsewhere; and one that is nowhere is a sentence that says where to put it."""
     (folder / "elsewhere").mkdir()
@@ -150,3 +160,19 @@ def test_assertions_that_are_left_out_are_said(folder: Path) -> None:
     )
     assert done.returncode == 2
     assert "Start Python without -O" in done.stderr
+
+
+def test_a_file_of_a_package_is_checked_under_its_full_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its package has registered it already."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert check_part(str(ROOT / "xscale/nn/position/learned.py"), []) == EXIT_DONE
+    assert "position 'learned'" in capsys.readouterr().out
+    copy = tmp_path / "xscale/nn/position/learned.py"
+    copy.parent.mkdir(parents=True)
+    for folder in (tmp_path / "xscale", tmp_path / "xscale/nn", copy.parent):
+        (folder / "__init__.py").touch()
+    copy.touch()
+    with pytest.raises(ConfigError, match=r"Python reads .xscale\.nn\.position\.learned. from another place"):
+        check_part(str(copy), [])

@@ -25,6 +25,8 @@ SHOWN_BY = {
 """Folder of configs -> sentence on the command that lists it."""
 DEFAULT = "quickstart"
 COMMENT_WIDTH = 110
+NEAR = 0.75
+"""Words that are less alike are none of one another: `llama` is no misspelling of `glam`, nor `mine` of `admin`."""
 FEW = 8
 """At most so many kinds are written beside a key."""
 
@@ -51,7 +53,7 @@ def config_file(config: str | Path, folder: str = RUNS) -> Path:
     path = Path(config)
     names = recipe_names() if folder == RUNS else list(_shipped(folder))
     if path.is_dir() and str(config) not in names:
-        raise ConfigError(str(path), "this is a folder, and no config", _in_folder(path))
+        raise ConfigError(str(path), "this is a folder, and no config", _in_folder(path, folder))
     if path.suffix not in YAML and path.name == str(config) and not path.is_file():
         return recipe_named(str(config)) if folder == RUNS else _named(str(config), folder)
     if os.path.lexists(path):
@@ -60,7 +62,7 @@ def config_file(config: str | Path, folder: str = RUNS) -> Path:
         return shipped
     files = [file.name for file in path.parent.glob("*.y*ml")]
     near = [str(path.with_name(name)) for name in get_close_matches(path.name, files, n=2)]
-    near += [f"'{name}' (without .yaml)" for name in get_close_matches(path.stem, names, n=2)]
+    near += [f"'{name}' (without .yaml)" for name in get_close_matches(path.stem, names, 2, NEAR)]
     fix = f"Did you mean {' or '.join(near)}? " if near else f"{_listed(path.parent, files)} "
     raise ConfigError(
         str(path),
@@ -69,11 +71,13 @@ def config_file(config: str | Path, folder: str = RUNS) -> Path:
     )
 
 
-def _in_folder(folder: Path) -> str:
-    """A sentence on the config that a folder has: that of its run, or its YAML files."""
-    if (folder / "config.yaml").is_file():
-        return f"It has a run, whose config is {folder / 'config.yaml'}: with it, `train` resumes the run."
-    return _listed(folder, [file.name for file in folder.glob("*.y*ml")])
+def _in_folder(folder: Path, of: str) -> str:
+    """A sentence on the config that a folder has: that of its run, or its YAML files; or on those of configs/`of`."""
+    if not (config := _config_of_run(folder)).is_file():
+        return _listed(folder, [file.name for file in folder.glob("*.y*ml")])
+    if of != RUNS:
+        return f"It has a run. Give a file as those of configs/{of}: {', '.join(_shipped(of))}."
+    return f"It has a run, whose config is {config}: with it, `train` resumes the run."
 
 
 def _shipped_file(path: Path) -> Path | None:
@@ -110,12 +114,22 @@ def _named(word: str, folder: str) -> Path:
     return shipped[word]
 
 
+def recipe_or_run(word: str) -> Path:
+    """Return the config that `word` has: that of a run whose folder it is, or the file of `config_file`."""
+    file = _config_of_run(word)
+    return file if file.is_file() and word not in recipe_names() else config_file(word)
+
+
+def _config_of_run(folder: str | Path) -> Path:
+    return Path(folder, "config.yaml")
+
+
 def what_else(word: str) -> str:
     """A sentence on a word that was taken for a config key and is a recipe, a config file or a run; else empty."""
     if word in recipe_names() or Path(word).suffix in YAML:
         return f"It is a recipe: `xscale explain KEY {word}` says where it has a key, and its value there."
-    if (config := Path(word, "config.yaml")).is_file():
-        return f"It is a run: `xscale explain KEY {config}` says where its config has a key."
+    if _config_of_run(word).is_file():
+        return f"It is a run: `xscale explain KEY {word}` says where its config has a key."
     return ""
 
 
@@ -155,8 +169,7 @@ def _famous(word: str) -> str:
 
 def _near(word: str) -> str:
     """A sentence on the recipe or variant whose name is near."""
-    # A word of a few letters is near to too much: `llama` is no misspelling of `glam`.
-    close = get_close_matches(word, recipe_names(), n=1, cutoff=0.75)
+    close = get_close_matches(word, recipe_names(), n=1, cutoff=NEAR)
     return (
         f"Did you mean '{close[0]}'?"
         if close

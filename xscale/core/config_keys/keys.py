@@ -9,7 +9,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xscale.core.config import BOUND_SIGNS, RENAMED_MARK
+from xscale.core.config import RENAMED_MARK
+from xscale.core.config_problems import BOUND_SIGNS
 from xscale.core.files.file_safety import decode_json, read_regular
 from xscale.core.key_words.others_words import meant_by
 
@@ -204,7 +205,7 @@ class ConfigKeys:
 
     def find_part(self, query: str) -> list[tuple[Key, str]]:
         """Slots and kinds that `query` names by a kind in the end: `moe`, `ffn.moe`; each kind of a family once."""
-        *above, kind = query.split(".")
+        *above, kind = query.replace("[]", "").split(".")
         slots: dict[tuple[str, str], Key] = {}
         for key in self.all:
             family = self.family(key)
