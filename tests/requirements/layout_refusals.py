@@ -14,13 +14,13 @@ LAYOUTS: dict[str, tuple[str, Sections, int]] = {
         {"model": decoder({"exits": {"diversity": 0.1}}), "parallel": {"mesh": {"pp": 2}}},
         2,
     ),
-    "windows on shards": (
+    "windows on stages": (
         "needs_of_modules_are_met",
         {
             "model": {**ENCODER, "stack": {"depth": 4, "block": BLOCK, "pooling": {"before": (2,)}}},
             "objective": {"kind": "classify", "classes": 3},
             "data": LABELLED,
-            "parallel": {"mesh": {"cp": 2}},
+            "parallel": {"mesh": {"pp": 2}},
         },
         2,
     ),
