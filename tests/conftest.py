@@ -1,6 +1,7 @@
 """Fixtures of every test: one thread a process, the pool of ranks, and a printed reason where a GPU is missing."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -58,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=60, help="how many random layouts are trained or refused")
     parser.addoption("--grammars", type=int, default=1000, help="how many hostile files each grammar draws")
     parser.addoption("--grammar-seed", type=int, default=0, help="seed of the first; those after it follow")
+    parser.addoption("--disk-seed", type=int, default=0, help="added to the seeds of the disks that fail")
     parser.addoption("--gpu-device", default="cuda", help="cpu runs the machinery of tests/gpu on a CPU")
     help_ = "seed of the first, from which those after it follow (default: 0; 20261127 for the layouts of recipes)"
     parser.addoption("--layout-seed", type=int, default=None, help=help_)
@@ -83,6 +85,18 @@ def mpirun() -> str:
     program = shutil.which("mpirun") or beside
     assert program is not None
     return program
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Freeze the tests and their modules, millions of objects: each collection of garbage would walk through them."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,8 @@ import yaml
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
-from xscale.data.corpus.shards import check_skipped, corpus_hash, labels_of, skipped_sentence
+from xscale.data.corpus.merge_shards import check_skipped, skipped_sentence
+from xscale.data.corpus.shards import corpus_hash, labels_of
 from xscale.data.progress import ProgressBar
 from xscale.data.source.labelled import Labelled
 from xscale.data.source.source import (

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from xscale.conformance.attention import core as suite
+from xscale.conformance.attention import core_added_terms as terms_suite
+from xscale.conformance.attention import core_context as context_suite
 from xscale.conformance.attention import core_ones as ones_suite
 from xscale.conformance.attention import core_scores as scores_suite
 from xscale.conformance.check import Check
@@ -201,12 +203,12 @@ CHECKS: list[Check] = [
     suite.its_cost_is_what_it_says,
     suite.packed_documents_stay_apart,
     suite.exact_is_softmax,
-    suite.a_bias_counts,
-    suite.terms_of_a_position_count,
+    terms_suite.a_bias_counts,
+    terms_suite.terms_of_a_position_count,
     suite.random_numbers_only_where_declared,
-    suite.one_query_at_a_time_gives_the_same,
+    context_suite.one_query_at_a_time_gives_the_same,
     scores_suite.scores_are_handed_on_where_declared,
-    suite.a_sequence_can_be_spread_as_declared,
+    context_suite.a_sequence_can_be_spread_as_declared,
     suite.gradients_fit_differences,
     ones_suite.values_of_ones_give_ones_where_declared,
 ]
@@ -233,20 +235,20 @@ def test_an_honest_core_passes(check: Check) -> None:
         (Merged, {}, suite.packed_documents_stay_apart),
         (Written, {"position_dependent": True}, suite.packed_documents_stay_apart),
         (Rough, {}, suite.exact_is_softmax),
-        (Deaf, {}, suite.a_bias_counts),
-        (Backwards, {}, suite.a_bias_counts),
-        (DeafToTerms, {}, suite.terms_of_a_position_count),
-        (DeafToValues, {}, suite.terms_of_a_position_count),
+        (Deaf, {}, terms_suite.a_bias_counts),
+        (Backwards, {}, terms_suite.a_bias_counts),
+        (DeafToTerms, {}, terms_suite.terms_of_a_position_count),
+        (DeafToValues, {}, terms_suite.terms_of_a_position_count),
         (Written, {"normalised": False}, ones_suite.values_of_ones_give_ones_where_declared),
         (Dice, {}, suite.random_numbers_only_where_declared),
         (Written, {"random": True}, suite.random_numbers_only_where_declared),
-        (CountsQueries, {}, suite.one_query_at_a_time_gives_the_same),
+        (CountsQueries, {}, context_suite.one_query_at_a_time_gives_the_same),
         (Residual, {}, scores_suite.scores_are_handed_on_where_declared),
         (Written, {"previous_scores": True}, scores_suite.scores_are_handed_on_where_declared),
         (KeepsScores, {"previous_scores": True}, scores_suite.scores_are_handed_on_where_declared),
         (ShiftedScores, {"previous_scores": True}, scores_suite.scores_are_handed_on_where_declared),
-        (Written, {"per_head": False}, suite.a_sequence_can_be_spread_as_declared),
-        (Written, {"exact": False}, suite.a_sequence_can_be_spread_as_declared),
+        (Written, {"per_head": False}, context_suite.a_sequence_can_be_spread_as_declared),
+        (Written, {"exact": False}, context_suite.a_sequence_can_be_spread_as_declared),
         (Detached, {}, suite.gradients_fit_differences),
     ],
 )
@@ -269,9 +271,9 @@ def test_a_core_that_misses_keys_is_caught() -> None:
 
 def test_a_style_that_nothing_checks_is_refused() -> None:
     with pytest.raises(AssertionError, match="nothing here checks the context style"):
-        suite.a_sequence_can_be_spread_as_declared(registered(Written, context=("spiral",)))
+        context_suite.a_sequence_can_be_spread_as_declared(registered(Written, context=("spiral",)))
 
 
 def test_a_halo_without_blocks_is_caught() -> None:
     with pytest.raises(AssertionError, match="blocks"):
-        suite.a_sequence_can_be_spread_as_declared(registered(Written, context=("halo",)))
+        context_suite.a_sequence_can_be_spread_as_declared(registered(Written, context=("halo",)))

@@ -15,7 +15,7 @@ from tests.commands.test_import_hf import call
 from tests.convert.hf.models import GATED, GROUPED, LENGTH, MIXTURE, VOCABULARY, checkpoint, decoder
 from tests.train.tiny import recipe, run
 from xscale.checkpoint.load import load_tensors
-from xscale.commands.checkpoints import megatron
+from xscale.commands.checkpoints import gpt_model, megatron
 from xscale.convert import megatron as mapping
 from xscale.convert.hf.architecture import ModelSizes
 from xscale.convert.hf.compare import build
@@ -126,7 +126,7 @@ def test_its_own_model_loads_ours(name: str, tmp_path: Path) -> None:
 
     section = LLAMA if name == "llama" else MIXED
     out, weights, _ = exported(tmp_path, section)
-    with megatron.single_process_megatron():
+    with gpt_model.single_process_megatron():
         model = own(Namespace(dtype=torch.float32, experts=None if name == "llama" else 4))
         model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(out)))
         found = their_logits(model)
@@ -147,7 +147,7 @@ def test_ours_is_made_of_what_it_saved(kind: str, tmp_path: Path) -> None:
     section = MIXED if kind == "mixture" else LLAMA
     folder = tmp_path / "theirs"
     folder.mkdir()
-    with megatron.single_process_megatron():
+    with gpt_model.single_process_megatron():
         dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
         model = own(Namespace(dtype=dtype, experts=4 if kind == "mixture" else None))
         torch.manual_seed(0)
@@ -172,7 +172,7 @@ def test_ours_is_made_of_what_it_saved(kind: str, tmp_path: Path) -> None:
         config = config_for(tmp_path, {**section, "position": {"kind": "rope", "base": 400.0}})
         with pytest.raises(ConfigError, match=r"its rotary_base is 500, the config's 400\.0"):
             megatron.import_megatron(folder, tmp_path / "other", config, [])
-        with megatron.single_process_megatron():
+        with gpt_model.single_process_megatron():
             for name in ("silent", "two"):
                 (tmp_path / name).mkdir()
             dist_checkpointing.save(model.sharded_state_dict(), str(tmp_path / "silent"))

@@ -10,8 +10,9 @@ from tests.data.corpora import words
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
 from xscale.data.corpus.inspect import inspect
+from xscale.data.corpus.manifest import MANIFEST
 from xscale.data.corpus.prepare import prepare
-from xscale.data.corpus.prepared import MANIFEST, prepared_folder
+from xscale.data.corpus.prepared import prepared_folder
 from xscale.data.source import files
 from xscale.data.source.jsonl import Jsonl
 from xscale.data.source.text import Text

@@ -91,7 +91,7 @@ def test_it_trains_on_parquet_files_of_its_columns(downloaded: Path) -> None:
     assert train(recipe) == EXIT_DONE
     assert len(losses(downloaded, "runs/fineweb")) == 3
     (folder,) = (downloaded / "work/data").glob("parquet-huggingface-*")
-    from xscale.data.corpus.prepared import DatasetManifest
+    from xscale.data.corpus.manifest import DatasetManifest
 
     counts = DatasetManifest.load(folder / "manifest.json").counts
     assert counts["train"].documents + counts["validation"].documents == 40

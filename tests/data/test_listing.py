@@ -245,8 +245,9 @@ def test_a_touched_corpus_is_not_tokenised_again(monkeypatch: pytest.MonkeyPatch
 
 def test_a_finished_shard_of_an_edited_file_is_made_again() -> None:
     """The preparation was killed before the end, and the file edited then."""
+    from xscale.data.corpus.merge_shards import merge_shards
     from xscale.data.corpus.prepare import begin_folder
-    from xscale.data.corpus.shards import merge_shards, prepare_shard
+    from xscale.data.corpus.shards import prepare_shard
 
     given = config({"kind": "text", "paths": ["corpus"]})
     begin_folder(given, progress=False)

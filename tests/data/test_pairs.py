@@ -12,8 +12,9 @@ from xscale.core.errors import ConfigError
 from xscale.data.config import BlendItem, DataConfig
 from xscale.data.corpus import shards
 from xscale.data.corpus.inspect import inspect
+from xscale.data.corpus.manifest import MANIFEST
 from xscale.data.corpus.prepare import prepare
-from xscale.data.corpus.prepared import MANIFEST, prepared_folder
+from xscale.data.corpus.prepared import prepared_folder
 from xscale.data.indexed import IndexedDataset
 from xscale.data.samples.loader import open_corpus
 from xscale.data.samples.pairs import PairDataset

@@ -19,8 +19,10 @@ from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
 from xscale.data.corpus import shards
 from xscale.data.corpus.inspect import inspect
+from xscale.data.corpus.manifest import MANIFEST, DatasetManifest
+from xscale.data.corpus.merge_shards import merge_shards
 from xscale.data.corpus.prepare import prepare
-from xscale.data.corpus.prepared import MANIFEST, DatasetManifest, PreparedData, open_prepared, prepared_folder
+from xscale.data.corpus.prepared import PreparedData, open_prepared, prepared_folder
 from xscale.data.indexed import IndexedDataset
 from xscale.data.source.source import document_hash, validation_below
 from xscale.data.source.text import Text
@@ -134,10 +136,10 @@ def test_killed_in_the_middle_it_goes_on_from_what_is_finished(tmp_path: Path, p
     with pytest.raises(ConfigError, match=r"no prepared data here.*xscale data prepare"):
         open_prepared(config)
     with pytest.raises(ConfigError, match="not finished"):
-        shards.merge_shards(config)
+        merge_shards(config)
     stamps = {file: file.stat().st_mtime_ns for file in kept}
     seen: dict[Path, int] = {}
-    merge = shards.merge_shards
+    merge = merge_shards
 
     def watched(config: DataConfig) -> Any:
         seen.update({file: file.stat().st_mtime_ns for file in finished(folder)})
@@ -159,7 +161,7 @@ def test_shards_are_made_apart_and_merged(tmp_path: Path) -> None:
     config = text_config(tmp_path)
     for number in reversed(range(len(shards.plan_shards(config)))):
         shards.prepare_shard(config, number)
-    shards.merge_shards(config)
+    merge_shards(config)
     whole = quiet(config.model_copy(update={"folder": str(tmp_path / "whole")}))
     assert contents(prepared_folder(config)) == contents(whole.path)
 

@@ -18,8 +18,9 @@ from tests.distributed import distributed
 from tests.ports import free_ports
 from xscale.core.errors import ConfigError, FaultError
 from xscale.data.corpus import shards
+from xscale.data.corpus.manifest import MANIFEST
 from xscale.data.corpus.prepare import prepare, prepare_distributed
-from xscale.data.corpus.prepared import MANIFEST, prepared_folder
+from xscale.data.corpus.prepared import prepared_folder
 from xscale.data.corpus.shards import MIN_SHARD_BYTES
 from xscale.data.tokenizer.sentencepiece import SentencePiece
 from xscale.mesh.consensus import Consensus

@@ -7,6 +7,7 @@ import pytest
 from xscale.core.config import decode
 from xscale.data.config import DataConfig
 from xscale.data.corpus import shards
+from xscale.data.corpus.merge_shards import unknown_sentence
 from xscale.data.corpus.prepare import prepare
 
 VOCABULARY = {"[UNK]": 0, "[SEP]": 1, "[PAD]": 2, "hello": 3}
@@ -43,4 +44,4 @@ def test_the_share_of_unknown_tokens_is_printed(
     assert [line.split(": the tok")[0] for line in said] == (
         [f"data.tokenizer: unknown tokens: {100 * share:.3g} %"] if share else []
     )
-    assert shards.unknown_sentence(prepared.manifest) == f"unknown tokens: {100 * share:.3g} %"
+    assert unknown_sentence(prepared.manifest) == f"unknown tokens: {100 * share:.3g} %"

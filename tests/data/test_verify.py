@@ -14,8 +14,9 @@ import pytest
 from tests.data.corpora import text_config
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
+from xscale.data.corpus.manifest import MANIFEST, DatasetManifest
 from xscale.data.corpus.prepare import prepare
-from xscale.data.corpus.prepared import MANIFEST, DatasetManifest, PreparedData, open_prepared
+from xscale.data.corpus.prepared import PreparedData, open_prepared
 from xscale.data.corpus.verify import verify
 from xscale.data.indexed import IndexedWriter
 from xscale.data.tokenizer.byte import Byte

@@ -18,8 +18,8 @@ from xscale.core.config import encode
 from xscale.core.errors import ConfigError, FaultError
 from xscale.mesh.environment import read_rank_info
 from xscale.mesh.mesh import destroy_process_group
+from xscale.run.config_changes import CHANGEABLE, FIXED, changes_since, with_defaults
 from xscale.run.parts import RunParts
-from xscale.run.run_folder import CHANGEABLE, FIXED, changes_since, with_defaults
 from xscale.run.saved_state import state_check
 from xscale.run.state import State
 from xscale.train.setup import set_up

@@ -186,18 +186,18 @@ def test_a_box_is_what_the_index_says(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_index_of_megatron_names_only_bytes_of_its_folder(tmp_path: Path) -> None:
     """The library opens what the index names, wherever it is: `/dev/zero` would be read without end."""
     pytest.importorskip("megatron.core.dist_checkpointing")
-    from xscale.commands.checkpoints import megatron
+    from xscale.commands.checkpoints import gpt_model
 
     folder = save_step(tmp_path, 1) / "tensors"
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     content = (folder / ".metadata").read_bytes()
-    assert megatron.contents(folder).keys() == tensors(1).keys()
+    assert gpt_model.contents(folder).keys() == tensors(1).keys()
     for field, value in {"relative_path": "/dev/zero", "offset": 2**40, "length": -1}.items():
         index = pickle.loads(content)
         setattr(stored(index), field, value)
         (folder / ".metadata").write_bytes(pickle.dumps(index, protocol=4))
         with pytest.raises(ConfigError, match=r"leaves its folder|names bytes that are not in"):
-            megatron.contents(folder)
+            gpt_model.contents(folder)
 
 
 def test_a_compressed_tensor_is_never_inflated(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from tests.bounds import bounded
 from tests.distributed import Pool
 from tests.faults.dying import save_step, tensors
+from tests.faults.planted_entries import KINDS
 from xscale.checkpoint.errors import consensus
 from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.checkpoint.index import decode_index
@@ -25,15 +27,24 @@ from xscale.checkpoint.load import CheckpointReader, load
 from xscale.checkpoint.tools import tools
 from xscale.convert.deepspeed import read_universal
 from xscale.convert.hf.import_model import open_hf_folder, resolve_snapshot
-from xscale.convert.hf.tokenizer import IDS, ORIGIN, kept_special_ids, restore_tokenizer
+from xscale.convert.hf.special_ids import IDS, ORIGIN, kept_special_ids
+from xscale.convert.hf.tokenizer import restore_tokenizer
 from xscale.core.errors import ConfigError, FaultError
-from xscale.core.files.file_safety import check_name, check_relative, remove_file, remove_folder
-from xscale.data.corpus.prepared import DatasetManifest
+from xscale.core.files.file_safety import (
+    JSON_VALUES,
+    check_name,
+    check_relative,
+    decode_json,
+    remove_file,
+    remove_folder,
+)
+from xscale.data.corpus.manifest import DatasetManifest
 from xscale.data.indexed import IndexedDataset
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.sentencepiece import SentencePiece
 from xscale.observe import record
 from xscale.run.run_folder import read_config, run_name
+from xscale_launch import files
 
 TOUCHED = "touched"
 
@@ -91,15 +102,15 @@ def with_file(folder: Path, name: str, content: bytes) -> Path:
 
 
 def megatron(folder: Path, content: bytes, name: str) -> Any:
-    from xscale.commands.checkpoints import megatron as command
+    from xscale.commands.checkpoints import gpt_model
 
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     with_file(folder, name, content)
-    command.require_torch_format(folder)
-    held = command.contents(folder) if name == ".metadata" else None
+    gpt_model.require_torch_format(folder)
+    held = gpt_model.contents(folder) if name == ".metadata" else None
     from megatron.core import dist_checkpointing
 
-    return held, command._guarded(folder, lambda: dist_checkpointing.load_common_state_dict(str(folder)))
+    return held, gpt_model._guarded(folder, lambda: dist_checkpointing.load_common_state_dict(str(folder)))
 
 
 def checkpoint(folder: Path, name: str, content: bytes) -> Path:
@@ -336,6 +347,33 @@ def test_a_key_that_occurs_twice_is_refused(tmp_path: Path, name: str) -> None:
         loaded(path)
 
 
+MANY = JSON_VALUES // 2 + 10
+VALUES: dict[str, tuple[str, bool]] = {
+    "objects": ("[" + "{}," * MANY + "1]", False),
+    "lists": ("[" + "[]," * MANY + "1]", False),
+    "numbers": ("[" + "1," * 2 * MANY + "1]", False),
+    "keys": ("{" + '"a":1,' * 2 * MANY + '"b":1}', False),
+    "a text of commas": ('{"a": "' + ",[{" * MANY + '"}', True),
+    "a text of commas and quotes": ('{"a": "' + '\\",' * 2 * MANY + '"}', True),
+    "texts across the blocks": ("[" + ('"' + "," * 999_983 + '\\\\",') * 30 + "1]", True),
+    "short keys": ("{" + '"":1,' * 5 * MANY + '"b":1}', False),
+    "a text without an end": ('{"a": "' + "," * 3 * MANY, False),
+}
+"""JSON of millions of separators -> whether it is read: those within a text make no values."""
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_json_of_millions_of_values_is_refused_before_they_are_made(name: str) -> None:
+    content, is_read = VALUES[name]
+    for form in (content, content.encode()):
+        with bounded():
+            if is_read:
+                assert decode_json(form)
+            else:
+                with pytest.raises(ValueError, match=r"it has more than 4000000 values|Unterminated"):
+                    decode_json(form)
+
+
 SPECIAL: dict[str, Callable[[Path], None]] = {
     "a pipe": os.mkfifo,
     "a device": lambda path: path.symlink_to("/dev/zero"),
@@ -368,6 +406,20 @@ def test_no_reader_waits_for_a_pipe_or_reads_a_device(tmp_path: Path, reader: st
     if reader.startswith("Megatron"):
         pytest.importorskip("megatron.core")
     pool.run(read_special, 1, reader, tmp_path, special, timeout_seconds=120)
+
+
+@pytest.mark.parametrize("remove", [remove_folder, files.remove_folder], ids=["xscale", "launcher"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_removal_waits_for_nothing(
+    kind: Callable[[Path, Path], None], remove: Callable[[Path, str], None], tmp_path: Path, limit_seconds: None
+) -> None:
+    """Whatever stands where a folder is removed, it is gone, and what it names is there."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    kind(tmp_path / "entry", tmp_path)
+    remove(tmp_path, "entry")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+    remove(tmp_path, "entry")
 
 
 def test_a_removal_of_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:

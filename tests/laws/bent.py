@@ -12,6 +12,7 @@ EXPORT = "an export writes a folder that was not there, which it made"
 FOREIGN = "a library opens files of a model that the user names, of which this package has looked at the small ones"
 RESULTS = "results and inputs of a benchmark, in a folder that the user names"
 OF_PACKAGE = "a file of this package, or of the user's that is no run's"
+OF_FILES = "of the tokenizer that a run has opened, whose tokens no change of a recipe that could be tried gives it"
 CORPUS = "a corpus that the user names, its prepared data, or the example of a source in a temporary folder"
 BENT: dict[str, dict[str, str]] = {
     # law -> {path, `path: what` or `path:function`: the reason}
@@ -45,8 +46,8 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/bench/gpu/results.py: size": "of an entry in an archive, which is no module",
     },
     "three moves": {
-        "xscale/commands/checkpoints/megatron.py: torch.distributed.checkpoint.filesystem": READER,
-        "xscale/commands/checkpoints/megatron.py: torch.distributed.checkpoint.filesystem.FileSystemReader": READER,
+        "xscale/commands/checkpoints/gpt_model.py: torch.distributed.checkpoint.filesystem": READER,
+        "xscale/commands/checkpoints/gpt_model.py: torch.distributed.checkpoint.filesystem.FileSystemReader": READER,
     },
     "weight writes": {
         "xscale/nn/post_step.py: copy_": "this is the writer of weights itself",
@@ -56,9 +57,10 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/conformance/attention/core.py: copy_": CHECKED,
         "xscale/conformance/attention/core_extremes.py: copy_": CHECKED,
         "xscale/conformance/attention/core_running_stats.py: data": CHECKED,
+        "xscale/conformance/attention/mixer_extremes.py: copy_": CHECKED,
         "xscale/conformance/block/norm.py: copy_": CHECKED,
         "xscale/conformance/small_parts.py: add_": CHECKED,
-        "xscale/commands/checkpoints/megatron.py: copy_": "the weights of Megatron-LM's model, in one process",
+        "xscale/commands/checkpoints/gpt_model.py: copy_": "the weights of Megatron-LM's model, in one process",
         "xscale/parallel/precision/precision.py: data": "another dtype of the same weights, in a process that infers",
         "xscale/generate/generate.py: data": "another memory order of the same weights, in a process that infers",
     },
@@ -88,6 +90,7 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/convert/deepspeed.py: .write_text": EXPORT,
         "xscale/convert/hf/export_model.py: .write_text": EXPORT,
         "xscale/convert/hf/export_model.py: safetensors.torch.save_file": EXPORT,
+        "xscale/convert/hf/special_ids.py: .write_text": EXPORT,
         "xscale/convert/hf/tokenizer.py: .write_bytes": EXPORT,
         "xscale/convert/hf/tokenizer.py: .write_text": EXPORT,
         "xscale/commands/checkpoints/megatron.py: .write_text": EXPORT,
@@ -111,7 +114,7 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/bench/operators/report.py: .write_text": RESULTS,
         "xscale/bench/torchrun.py: .write_text": RESULTS,
         "xscale/bench/train.py: .export_chrome_trace": RESULTS,
-        "xscale/cli/bench.py: .write_text": RESULTS,
+        "xscale/cli/bench/commands.py: .write_text": RESULTS,
         "xscale/commands/study/compare.py: .write_text": RESULTS,
         "kernels/xscale_kernels/cuda_library.py: .read_text": OF_PACKAGE,
         "kernels/xscale_kernels/cuda_library.py: .open": OF_PACKAGE,
@@ -152,6 +155,17 @@ BENT: dict[str, dict[str, str]] = {
         "launch/xscale_launch/plans/plan_cache.py: read_regular": "the user's own cache, and configs that a plan reads",
         "launch/xscale_launch/profile.py: read_regular": "the user's own profile, which may be a link",
         "launch/xscale_launch/slurm/sweep.py: .read_bytes": "a file that the user names, which may be a pipe",
+    },
+    "advice": {
+        "xscale/distill/teacher_source.py: check_vocabulary": OF_FILES,
+        "xscale/settings/scored_text.py: check_lm_eval": "of a package; the check of a recipe adds its choices",
+        "xscale/settings/scored_text.py: check_scores_text": "of the run that a command is given; the "
+        "check of a recipe adds its choices",
+        "xscale/objective/fill_in_middle.py: check": OF_FILES,
+        "xscale/objective/masked.py: check": OF_FILES,
+        "xscale/objective/masked_sentences.py: check": OF_FILES,
+        "xscale/objective/span.py: check": OF_FILES,
+        "xscale/objective/ul2.py: check_sentinels": OF_FILES,
     },
     "nothing global": {
         "xscale/conformance/source.py: socket.socket": "a source that says that it downloads nothing is read without "

@@ -14,15 +14,8 @@ from xscale.checkpoint.planner import local_shards
 from xscale.mesh import mesh as mesh_file
 from xscale.mesh.axes import DENSE_AXES, EXPERT_AXES, Degrees
 from xscale.mesh.environment import RankInfo, read_rank_info
-from xscale.mesh.mesh import (
-    Mesh,
-    build_mesh,
-    create_communicators,
-    fake_mesh,
-    groups_of,
-    leaving_process_group,
-    rank_grids,
-)
+from xscale.mesh.mesh import Mesh, build_mesh, create_communicators, fake_mesh, leaving_process_group, rank_grids
+from xscale.mesh.rank_groups import groups_of
 
 LAYOUTS = {
     "pp-tp-ep": Degrees(pp=2, dp_shard=2, tp=2, ep=2),

@@ -14,7 +14,8 @@ from tests.parallel.models import MIXTURE
 from tests.parallel.test_outside_parts import MODEL, plugin
 from xscale.nn.module import Module, seams_of
 from xscale.parallel import plan
-from xscale.parallel.steps import STEPS, Step
+from xscale.parallel.plan_step import Step
+from xscale.parallel.steps import STEPS
 
 PAGE = (Path(__file__).parents[2] / "docs/architecture/order-of-steps.md").read_text(encoding="utf-8")
 BOTH = {

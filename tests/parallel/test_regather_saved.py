@@ -23,7 +23,7 @@ from tests.parallel.against_one import (
     trained,
 )
 from tests.parallel.models import DENSE, MIXTURE, PAIR
-from xscale.mesh import collectives
+from xscale.mesh import collectives, differentiable_collectives
 from xscale.nn.tokens import Stats
 from xscale.objective.objective import OBJECTIVES
 from xscale.parallel.shard import region
@@ -64,7 +64,7 @@ def kept(model: dict[str, Any], parallel: dict[str, Any]) -> tuple[int, int, int
     later: list[Tensor] = []
 
     def gather_in(*given: Any) -> Tensor:
-        whole = collectives.gather_in(*given)
+        whole = differentiable_collectives.gather_in(*given)
         made.append(StorageWeakRef(whole.untyped_storage()))
         return whole
 

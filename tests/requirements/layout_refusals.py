@@ -269,6 +269,21 @@ LAYOUTS: dict[str, tuple[str, Sections, int]] = {
         {"kernels": {"packed_attention": "flash_attn"}, "parallel": {"compile": True}},
         1,
     ),
+    "a graph of packed documents": ("graphs_read_whole_sequences", {"parallel": {"cuda_graphs": True}}, 1),
+    "a graph of what is recomputed": (
+        "compile can be configured so",
+        {"parallel": {"cuda_graphs": True, "recompute": {"every": 1}}, "data": {"cross_documents": True}},
+        1,
+    ),
+    "a graph of dropout": (
+        "compile can be applied to the model",
+        {
+            "model": decoder(dropout=0.1),
+            "parallel": {"cuda_graphs": True},
+            "data": {"cross_documents": True},
+        },
+        1,
+    ),
     "exits that are not frozen": (
         "groups_have_parameters",
         {"model": decoder({"exits": {"two_stage": 0.5, "head": "own"}})},

@@ -13,7 +13,8 @@ import torch
 from tests.distributed import Pool
 from tests.train.tiny import metrics, recipe, run
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError
-from xscale.run.run_folder import LISTED, differences, problems_of, read_config
+from xscale.run.config_changes import LISTED, differences, problems_of
+from xscale.run.run_folder import read_config
 from xscale.train.after_step.step_reporter import StepReporter
 from xscale.train.run_work import RunWork
 

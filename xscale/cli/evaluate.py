@@ -120,15 +120,14 @@ def evaluate(
     """
     rank_from_launcher()
     modes = {"--exits": exits, "--budgets": budgets, "--bleu": bleu}
-    _check_modes({**modes, "--window": window is not None, "--tasks": tasks is not None}, ema=ema)
+    has_window = window is not None
+    _check_modes({**modes, "--window": has_window, "--tasks": tasks is not None}, ema=ema)
     search = {"--beams": beams, "--length-penalty": length_penalty, "--penalty-form": penalty_form}
     _refuse_without("--bleu", "it is that of the search for BLEU", search, bleu)
-    _refuse_without(
-        "--exits", "is a list for the policy of exits", {"--thresholds": thresholds}, exits
-    )
-    _refuse_without(
-        "--window", "is the distance of sliding windows", {"--stride": stride}, window is not None
-    )
+    of_exits = {"--thresholds": thresholds}
+    _refuse_without("--exits", "is a list for the policy of exits", of_exits, exits)
+    of_windows = {"--stride": stride}
+    _refuse_without("--window", "is the distance of sliding windows", of_windows, has_window)
     of_tasks = {"--shots": shots, "--limit": limit, "--task-folder": task_folder}
     _refuse_without("--tasks", "it is for tasks of lm_eval", of_tasks, tasks is not None)
     count = sequences or None
@@ -136,9 +135,8 @@ def evaluate(
     if bleu:
         _evaluate_bleu(run, count, beams, length_penalty, penalty_form, data, plugins)
     elif exits:
-        _evaluate_exits(
-            run, count, _numbers(thresholds, "--thresholds"), data, plugins, as_json=as_json
-        )
+        levels = _numbers(thresholds, "--thresholds")
+        _evaluate_exits(run, count, levels, data, plugins, as_json=as_json)
     elif budgets:
         _evaluate_budgets(run, count, data, plugins, as_json=as_json)
     elif tasks is not None:

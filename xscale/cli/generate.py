@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,6 +17,7 @@ from xscale.cli.options import (
     checkpoint_to_read,
 )
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.say import say, say_aside
 
 TopP = Annotated[
     float | None,
@@ -40,40 +41,58 @@ Exits = Annotated[
         help="Let tokens leave by the policy of the model's exits, if any; not with beams.",
     ),
 ]
+Text = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[PROMPT]", help="Text to continue; - reads standard input; default: 'import '."
+    ),
+]
+Prompt = Annotated[str | None, typer.Option(help="The same as an option.")]
+Suffix = Annotated[
+    str | None, typer.Option(help="Print what fills a gap before it (fill_in_middle).")
+]
+NewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(min=0, help="Sampling temperature; 0: greedy decoding; default: 0.8."),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(min=0, help="Sample from the k most likely tokens; 0: from all; default: 40."),
+]
+Seed = Annotated[int | None, typer.Option(help="Random seed of the sampling; default: 0.")]
+Beams = Annotated[int, typer.Option(min=1, help="Beam search with that many beams; 1: sampling.")]
+
+Cache = Annotated[
+    Literal["auto", "growing", "static"],
+    typer.Option(
+        help="KV cache: static has a fixed capacity, so that each step is a CUDA graph on a GPU and can be compiled; "
+        "auto: static there and with --compile, if all parts of the model have such a form; else growing."
+    ),
+]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile the step of the static cache, once, by torch.compile."),
+]
 
 
 def generate(
     run: RunFolder,
-    text: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PROMPT]", help="Text to continue; - reads standard input; default: 'import '."
-        ),
-    ] = None,
-    prompt: Annotated[str | None, typer.Option(help="The same as an option.")] = None,
-    suffix: Annotated[
-        str | None, typer.Option(help="Print what fills a gap before it (fill_in_middle).")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option(min=0, help="Sampling temperature; 0: greedy decoding; default: 0.8."),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(min=0, help="Sample from the k most likely tokens; 0: from all; default: 40."),
-    ] = None,
+    text: Text = None,
+    prompt: Prompt = None,
+    suffix: Suffix = None,
+    tokens: NewTokens = 128,
+    temperature: Temperature = None,
+    top_k: TopK = None,
     top_p: TopP = None,
     repetition_penalty: RepetitionPenalty = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Random seed of the sampling; default: 0.")
-    ] = None,
-    beams: Annotated[
-        int, typer.Option(min=1, help="Beam search with that many beams; 1: sampling.")
-    ] = 1,
+    seed: Seed = None,
+    beams: Beams = 1,
     length_penalty: LengthPenalty = None,
     penalty_form: PenaltyForm = None,
     exits: Exits = True,
+    cache: Cache = "auto",
+    compile: Compile = False,
     ema: Ema = False,
     plugins: Plugins = False,
     step: Step = None,
@@ -94,7 +113,9 @@ def generate(
     _check_search(
         beams, sampling, {"--length-penalty": length_penalty, "--penalty-form": penalty_form}
     )
-    print(
+    # What a model of anyone wrote may steer a terminal; a file or a program gets it as it is.
+    write = say if sys.stdout.isatty() else print
+    write(
         generate_text(
             checkpoint_to_read(run, step, strict),
             sys.stdin.read() if prompt == "-" else prompt,
@@ -107,11 +128,13 @@ def generate(
             length_penalty=0.6 if length_penalty is None else length_penalty,
             penalty_form=penalty_form or "wu",
             exits=exits,
+            cache=cache,
+            compile=compile,
             ema=ema,
             top_p=top_p,
             repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
             plugins=plugins,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=say_aside,
         )
     )
 

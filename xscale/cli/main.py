@@ -17,6 +17,7 @@ from xscale.cli.checkpoint import checkpoint_app
 from xscale.cli.complete import LauncherCommand, complete_doctor, complete_launch, of_option
 from xscale.cli.data import data_app
 from xscale.cli.evaluate import evaluate
+from xscale.cli.file_errors import OF_THE_DISK, file_sentence
 from xscale.cli.generate import generate
 from xscale.cli.group import Group
 from xscale.cli.options import CommandWithSettings
@@ -147,6 +148,12 @@ def main(command: Callable[[], object] = app) -> None:
     except FaultError as error:
         _print_errors([str(error)], same_on_all_ranks=False)
         sys.exit(EXIT_FAULT)
+    except OSError as error:
+        sentence = file_sentence(error)
+        if sentence is None:
+            raise
+        _print_errors([sentence], same_on_all_ranks=False)
+        sys.exit(EXIT_FAULT if error.errno in OF_THE_DISK else EXIT_USER)
 
 
 def _run_or_complete(command: Callable[[], object]) -> None:

@@ -1,6 +1,7 @@
 """`xscale plan`: what a run needs, without starting it."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,50 +12,58 @@ from xscale.cli.options import ConfigFile, Json, Overrides
 from xscale.core.errors import ConfigError
 from xscale.core.paths import path
 
+World = Annotated[
+    int | None, typer.Option(help="World size; default: the smallest that fits parallel.mesh.")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="h100, h200, a100 or cpu: estimate step time and check memory.",
+        autocompletion=one_of("h100", "h200", "a100", "cpu"),
+    ),
+]
+Draw = Annotated[
+    Path | None,
+    typer.Option(help="Plot the pipeline schedule to a .png or .svg file.", parser=path),
+]
+Memory = Annotated[
+    float | None,
+    typer.Option(help="Device memory in GB; without --device only memory is checked."),
+]
+Node = Annotated[int | None, typer.Option(help="Devices per node.")]
+Link = Annotated[
+    float | None, typer.Option(help="Bandwidth between devices of a node, in GB/s, one way.")
+]
+Network = Annotated[float | None, typer.Option(help="Bandwidth between nodes per device, in GB/s.")]
+Check = Annotated[
+    bool, typer.Option("--check", help="Only validate the config; skip memory and time.")
+]
+Search = Annotated[
+    bool, typer.Option("--search", help="Search the fastest layouts that fit --device.")
+]
+Best = Annotated[int, typer.Option(help="With --search: number of layouts to print.", min=1)]
+Members = Annotated[
+    typer.FileText | None,
+    typer.Option(
+        help="JSON list of lists of overrides (- reads stdin); prints a JSON list of plans."
+    ),
+]
+
 
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
-    world: Annotated[
-        int | None, typer.Option(help="World size; default: the smallest that fits parallel.mesh.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="h100, h200, a100 or cpu: estimate step time and check memory.",
-            autocompletion=one_of("h100", "h200", "a100", "cpu"),
-        ),
-    ] = None,
-    draw: Annotated[
-        Path | None,
-        typer.Option(help="Plot the pipeline schedule to a .png or .svg file.", parser=path),
-    ] = None,
-    memory: Annotated[
-        float | None,
-        typer.Option(help="Device memory in GB; without --device only memory is checked."),
-    ] = None,
-    node: Annotated[int | None, typer.Option(help="Devices per node.")] = None,
-    link: Annotated[
-        float | None, typer.Option(help="Bandwidth between devices of a node, in GB/s, one way.")
-    ] = None,
-    network: Annotated[
-        float | None, typer.Option(help="Bandwidth between nodes per device, in GB/s.")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only validate the config; skip memory and time.")
-    ] = False,
-    search: Annotated[
-        bool, typer.Option("--search", help="Search the fastest layouts that fit --device.")
-    ] = False,
-    best: Annotated[
-        int, typer.Option(help="With --search: number of layouts to print.", min=1)
-    ] = 4,
-    members: Annotated[
-        typer.FileText | None,
-        typer.Option(
-            help="JSON list of lists of overrides (- reads stdin); prints a JSON list of plans."
-        ),
-    ] = None,
+    world: World = None,
+    device: Device = None,
+    draw: Draw = None,
+    memory: Memory = None,
+    node: Node = None,
+    link: Link = None,
+    network: Network = None,
+    check: Check = False,
+    search: Search = False,
+    best: Best = 4,
+    members: Members = None,
     json: Json = False,
 ) -> None:
     """Plan a run without starting it: memory, communication, step time, layout; or every problem of the config.
@@ -64,26 +73,14 @@ def plan(
     from xscale.commands import plan as commands
 
     if check:
-        options = {
-            "--device": device,
-            "--draw": draw,
-            "--memory": memory,
-            "--node": node,
-            "--link": link,
-        }
-        options["--search"] = search or None
-        for name in [
-            name for name, value in {**options, "--network": network}.items() if value is not None
-        ]:
-            raise ConfigError(name, "cannot be combined with --check", f"Omit {name} or --check.")
+        options = {"--device": device, "--draw": draw, "--memory": memory, "--node": node}
+        options |= {"--link": link, "--search": search or None, "--network": network}
+        _require_check_alone(options)
     machine = None if check else commands.hardware(device, memory, node, link, network)
     if members is not None:
         if search or draw is not None:
-            raise ConfigError(
-                "--members",
-                "cannot be combined with --search or --draw",
-                "Omit --search and --draw.",
-            )
+            what = "cannot be combined with --search or --draw"
+            raise ConfigError("--members", what, "Omit --search and --draw.")
         commands.members(config, overrides or [], members.read(), world, machine)
         return
     if not json:
@@ -97,6 +94,13 @@ def plan(
         commands.search(config, overrides or [], world, machine, best=best, as_json=json)
         return
     raise typer.Exit(commands.run(config, overrides or [], world, machine, draw=draw, as_json=json))
+
+
+def _require_check_alone(options: Mapping[str, object]) -> None:
+    """ConfigError for the first of the options that is given beside --check."""
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(name, "cannot be combined with --check", f"Omit {name} or --check.")
 
 
 def _say_contradicting_deadline(config: Path, overrides: list[str]) -> None:

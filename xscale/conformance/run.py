@@ -19,16 +19,19 @@ from xscale.core.registry import Entry
 
 CORE = (
     "core",
+    "core_added_terms",
+    "core_context",
     "core_ones",
     "core_dropout",
     "core_prefix",
     "core_scores",
+    "core_static",
     "core_running_stats",
     "core_extremes",
 )
 SUITES = {
     "model": ("model",),
-    "mixer": ("attention.mixer", "attention.mixer_padding"),
+    "mixer": ("attention.mixer", "attention.mixer_padding", "attention.mixer_extremes"),
     "core": tuple(f"attention.{name}" for name in CORE),
     "pattern": ("pattern",),
     "position": ("position",),

@@ -102,17 +102,12 @@ def bleu_at_end(parts: RunParts, on_token: Callable[[], None]) -> str | None:
         return None
     dataset: Any = corpus.validation.data
     pairs = [_pair(dataset, index) for index in range(min(count, len(dataset)))]
-    objective = (
-        parts.objective.objective
-        if isinstance(parts.objective, DistilledObjective)
-        else parts.objective
-    )
+    objective = parts.objective
+    if isinstance(objective, DistilledObjective):
+        objective = objective.objective
     if isinstance(objective, Disco) and not parts.mesh.rank_info.is_single_process:
-        return (
-            "no BLEU: parallel decoding runs on one process. Take `xscale eval RUN --bleu`"
-            if is_rank0
-            else None
-        )
+        what = "no BLEU: parallel decoding runs on one process. Take `xscale eval RUN --bleu`"
+        return what if is_rank0 else None
     start = torch.tensor([objective.start], device=device)
     hypotheses: list[list[int]] = []
 
@@ -122,25 +117,21 @@ def bleu_at_end(parts: RunParts, on_token: Callable[[], None]) -> str | None:
 
     for ids, _ in pairs:
         on_token()
-        source = torch.tensor(
-            objective.source_of(ids[: settings.data.source_length - 1]), device=device
-        )
+        read = objective.source_of(ids[: settings.data.source_length - 1])
+        source = torch.tensor(read, device=device)
         if isinstance(objective, Disco):
             longest = settings.data.target_length
             hypotheses.append(decode_in_parallel(parts.model, source, objective, longest))
             continue
-        limits: dict[str, Any] = {
-            "end": corpus.tokenizer.eos,
-            "window": settings.data.sequence_length,
-            "stops": stops,
-        }
         written = generate(
             parts.model,
             start,
             settings.data.target_length,
+            end=corpus.tokenizer.eos,
+            window=settings.data.sequence_length,
             temperature=0.0,
             source=source,
-            **limits,
+            stops=stops,
         )
         hypotheses.append(written.tolist())
     if not is_rank0:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from xscale.generate.generate import incremental
+from xscale.generate.decoders import incremental
 from xscale.nn.head.head import ONLY_LAST_LOGITS
 from xscale.nn.tokens import Tokens
 
@@ -64,13 +64,8 @@ def beam_search(
     best = length_penalty_of(limit, length_penalty, penalty_form)
     for written in range(1, limit + 1):
         total = scores[:, None] + step.log_probabilities(live)  # [K, V]
-        vocabulary = total.shape[1]
-        values, candidates = total.flatten().topk(min(2 * beams, total.numel()))
         kept: list[tuple[int, int, float]] = []
-        for rank, (value, candidate) in enumerate(
-            zip(values.tolist(), candidates.tolist(), strict=True)
-        ):
-            row, token = divmod(candidate, vocabulary)
+        for rank, (row, token, value) in enumerate(_likeliest(total, 2 * beams)):
             if token == end:
                 if rank < beams:
                     ids = tuple(live[row, len(prompt) :].tolist())
@@ -91,6 +86,15 @@ def beam_search(
     return [
         Hypothesis(tuple(ids), score / best)
         for ids, score in zip(texts, scores.tolist(), strict=True)
+    ]
+
+
+def _likeliest(scores: Tensor, count: int) -> list[tuple[int, int, float]]:
+    """Return (row, token, score) of the `count` highest scores [K, V], the highest first."""
+    values, candidates = scores.flatten().topk(min(count, scores.numel()))
+    return [
+        (*divmod(candidate, scores.shape[1]), value)
+        for value, candidate in zip(values.tolist(), candidates.tolist(), strict=True)
     ]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from xscale.mesh.mesh import group_of_collective
+from xscale.mesh.rank_groups import group_of_collective
 from xscale.mesh.torch_private import (
     OPDEFS,
     DispatchKey,

@@ -74,6 +74,8 @@ class Module(nn.Module):
     reads_token_counts = False
     """Whether its state follows from the counts of the token ids in the training data, which a run gives to
     `set_token_counts` before its first step."""
+    reads_progress = False
+    """Whether its forward reads `Forward.progress`, the fraction of the run's steps that are done."""
     beside_stages = False
     """Whether it stands beside embeddings, stacks and head of a model, on the pipeline stages that use it."""
     read_by_rows = False
@@ -158,6 +160,14 @@ class Module(nn.Module):
     def needs(self) -> list[KeyNeed]:
         """List what the module needs of the layout and of the engine of a run, each with the reason."""
         return []
+
+    def why_not_static(self) -> str | None:
+        """Return why a step of generation with it has no static form, a clause about it; None: it has one.
+
+        A static step has the same shapes, and reads and writes the same memory, whatever the number of tokens so far,
+        and waits for no number on the host: it can be compiled once, and captured as a CUDA graph.
+        """
+        return None
 
     def use(self, parameter: Tensor) -> Tensor:
         """Local shard of `parameter` in compute dtype: what forward computes with."""
@@ -262,3 +272,8 @@ def parameter_inits(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Init]
     }
     for name, parameter in model.named_parameters():
         yield name, parameter, inits[name]
+
+
+def draws_dropout(model: nn.Module) -> bool:
+    """Return whether a module of the model has a dropout above 0."""
+    return any(bool(getattr(module, "dropout", False)) for module in model.modules())

@@ -3,6 +3,7 @@
 import math
 import unicodedata
 from collections.abc import Mapping
+from html import escape
 
 
 def quantity(value: float) -> str:
@@ -61,6 +62,15 @@ def printable(text: str) -> str:
     return "".join(character if character in "\n\t" else _visible(character) for character in text)
 
 
+def page_bytes(page: str) -> bytes:
+    """Encode an HTML page, with the control characters of what it quotes replaced as by `printable`.
+
+    UTF-8 cannot encode half a surrogate pair, which a model can generate.
+    """
+    lines = (line if line.isprintable() else printable(line) for line in page.split("\n"))
+    return "\n".join(lines).encode(errors="replace")
+
+
 def _visible(character: str) -> str:
     if unicodedata.category(character) not in ("Cc", "Cs", "Cf"):
         return character
@@ -91,3 +101,8 @@ def tasks_clause(results: Mapping[str, float]) -> str:
 def metric_words(name: str) -> str:
     """'macro_f1' as 'macro F1'."""
     return name.replace("_", " ").replace("f1", "F1")
+
+
+def html_text(text: str) -> str:
+    """Return the text as HTML shows it, without control characters."""
+    return escape(printable(text))

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xscale.mesh.collectives import copy_in, sum_out
+from xscale.mesh.differentiable_collectives import copy_in, sum_out
 from xscale.mesh.mesh import Mesh
 from xscale.nn.module import substitute
 from xscale.nn.roles import Role

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, take
-from xscale.mesh.collectives import all_to_all, all_to_all_counts
+from xscale.mesh.collectives import all_to_all_counts
+from xscale.mesh.differentiable_collectives import all_to_all
 from xscale.mesh.mesh import Mesh
 from xscale.nn.module import parameter_axes, substitute
 from xscale.nn.roles import Role

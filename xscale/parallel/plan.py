@@ -11,8 +11,9 @@ from xscale.mesh import axes
 from xscale.mesh.mesh import Mesh
 from xscale.nn.module import unmet_needs
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
+from xscale.parallel.plan_step import DTYPES, FillParameters, StepSettings
 from xscale.parallel.shard import zero
-from xscale.parallel.steps import DTYPES, STEPS, FillParameters, StepSettings
+from xscale.parallel.steps import STEPS
 
 
 @dataclass(frozen=True)

@@ -1,99 +1,29 @@
 """Steps of a parallel plan: what each kind of parallelism checks, estimates and applies, in the one order there is."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
-
-import torch
 from torch import nn
 
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
-from xscale.mesh.axes import Degrees
 from xscale.mesh.mesh import Mesh
 from xscale.nn.roles import Role
-from xscale.parallel import batch_statistics, context, deepep, expert, reversible, sentence_contrast
+from xscale.parallel import (
+    batch_statistics,
+    context,
+    cuda_graph,
+    deepep,
+    expert,
+    reversible,
+    sentence_contrast,
+)
 from xscale.parallel.compiled_blocks import blocks_of, compile_blocks
-from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.engine.deepspeed import check as deepspeed
 from xscale.parallel.pipeline import check as pipeline
+from xscale.parallel.plan_step import FillParameters, Step, StepSettings, _Step
 from xscale.parallel.precision import float8, loss_scale
 from xscale.parallel.recompute import activation_checkpointing
 from xscale.parallel.roles import seams_in
 from xscale.parallel.shard import zero
 from xscale.parallel.tensor import apply as tensor
-
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """Settings that every step gets."""
-
-    parallel: ParallelConfig
-    precision: PrecisionConfig
-    degrees: Degrees | None
-    """None: the mesh has problems, so that nothing is known of its axes."""
-    length: int = 0
-    """Tokens of a sequence; 0: unknown."""
-    micro_batches: int = 1
-    """Micro-batches of a step on each rank, for estimates."""
-
-    @property
-    def compute(self) -> torch.dtype:
-        return DTYPES[self.precision.compute]
-
-    @property
-    def master(self) -> torch.dtype:
-        return DTYPES[self.precision.master]
-
-
-FillParameters = Callable[[nn.Module], None]
-"""Gives the parameters of a model on meta their storage."""
-
-
-class Step(Protocol):
-    """One step of a plan."""
-
-    name: str
-
-    @property
-    def checks(self) -> bool:
-        """Whether the step has a check of its own."""
-        ...
-
-    def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
-        """Return the problems of the settings (`model` None), or those with a model on meta."""
-        ...
-
-    def estimate(self, model: nn.Module, settings: StepSettings) -> dict[str, object]:
-        """Estimate the step's costs for a full model on meta; empty where it has none or they are unknown."""
-        ...
-
-    def apply(
-        self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
-    ) -> tuple[nn.Module, str | None]:
-        """Apply the step; return the model and the line to log, None when there was nothing to do."""
-        ...
-
-
-class _Step:
-    """A step that checks and estimates nothing."""
-
-    @property
-    def checks(self) -> bool:
-        return type(self).check is not _Step.check
-
-    def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
-        return []
-
-    def estimate(self, model: nn.Module, settings: StepSettings) -> dict[str, object]:
-        return {}
 
 
 class PipelineStep(_Step):
@@ -297,8 +227,7 @@ class ActivationCheckpointingStep(_Step):
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
         if model is None:
             return activation_checkpointing.check(settings.parallel, "parallel")
-        problems = activation_checkpointing.check_model(model, settings.parallel, "parallel")
-        return problems + reversible.check(model, settings.parallel, "parallel")
+        return reversible.check(model, settings.parallel, "parallel")
 
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
@@ -323,13 +252,23 @@ class ActivationCheckpointingStep(_Step):
 class CompileStep(_Step):
     name = "compile"
 
+    def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
+        if model is not None:
+            return cuda_graph.check_model(model, settings.parallel, "parallel")
+        ranks = 1 if settings.degrees is None else settings.degrees.world
+        return cuda_graph.check(settings.parallel, "parallel", ranks)
+
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
     ) -> tuple[nn.Module, str | None]:
-        if not settings.parallel.compile:
-            return model, None
-        compile_blocks(model)
-        return model, f"Applied torch.compile to {len(blocks_of(model))} blocks"
+        lines = []
+        if settings.parallel.compile:
+            compile_blocks(model)
+            lines.append(f"Applied torch.compile to {len(blocks_of(model))} blocks")
+        if settings.parallel.cuda_graphs:
+            cuda_graph.apply(model)
+            lines.append("Applied CUDA graphs to forward and backward of micro-batches")
+        return model, "; ".join(lines) or None
 
 
 class ZeroStep(_Step):

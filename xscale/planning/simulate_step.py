@@ -19,7 +19,8 @@ from xscale.data.samples.loader import FullSamples, Loader
 from xscale.measure.op_tracer import Message, OpTracer, Peak, PhaseCost
 from xscale.mesh.axes import Degrees
 from xscale.mesh.environment import RankInfo
-from xscale.mesh.mesh import RankGroup, fake_mesh, groups_of
+from xscale.mesh.mesh import fake_mesh
+from xscale.mesh.rank_groups import RankGroup, groups_of
 from xscale.mesh.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -221,11 +222,9 @@ def simulate_step(
         float8.take_torch_kernel(model)
         plan_blocks_of_tokens(model)
         offload = substitute_offload(model)
+        specials, source_length = _specials(vocabulary), settings.data.source_length
         objective: Objective = OBJECTIVES.build(
-            settings.objective,
-            _specials(vocabulary),
-            settings.data.source_length,
-            settings.run.seed,
+            settings.objective, specials, source_length, settings.run.seed
         )
         global_batches = [_batch(settings, objective) for _ in range(micro_batches)]
         sharded_tensors = sharded_parameters(model)
@@ -242,20 +241,12 @@ def simulate_step(
                 engine = make_engine(settings, model, sharded_tensors, mesh)
             state_bytes = dict(tracer.live)
             batches = [shard_over_cp(_faked(batch, fake), sharding) for batch in global_batches]
-            stepper = Stepper(
-                engine, objective, torch.device("cpu"), repeats=degrees.tp * degrees.pp
-            )
+            repeats = degrees.tp * degrees.pp
+            stepper = Stepper(engine, objective, torch.device("cpu"), repeats=repeats)
             stepper.timer.phase = lambda name: tracer.labelled(phase=name)  # type: ignore[method-assign]
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    stepper.apply(stepper.compute_gradients(batches), 1e-3)
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise CannotSimulateError(f"a tensor size depends on data: {error}") from error
+            _take_step(stepper, batches)
         shares = _shares(model)
-        local_sizes = [
-            (sharded.local.numel(), shares.get(sharded.name, 1.0)) for sharded in sharded_tensors
-        ]
+        sizes = [(x.local.numel(), shares.get(x.name, 1.0)) for x in sharded_tensors]
         return SimulatedStep(
             rank=rank,
             micro_batches=micro_batches,
@@ -264,10 +255,20 @@ def simulate_step(
             costs=tracer.costs,
             messages=tracer.messages,
             groups=groups_of(mesh),
-            parameters=sum(count for count, _ in local_sizes),
-            active=round(sum(count * share for count, share in local_sizes)),
+            parameters=sum(count for count, _ in sizes),
+            active=round(sum(count * share for count, share in sizes)),
             host_bytes=offload.peak_bytes,
         )
+
+
+def _take_step(stepper: Stepper, batches: list[Batch]) -> None:
+    """Compute gradients and apply them. CannotSimulateError where a shape depends on data."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stepper.apply(stepper.compute_gradients(batches), 1e-3)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CannotSimulateError(f"a tensor size depends on data: {error}") from error
 
 
 def _shares(model: nn.Module) -> dict[str, float]:

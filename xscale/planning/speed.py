@@ -8,7 +8,7 @@ import torch
 
 from xscale.measure.device import Device
 from xscale.measure.op_tracer import Message
-from xscale.mesh.mesh import RankGroup
+from xscale.mesh.rank_groups import RankGroup
 from xscale.planning.simulate_step import SimulatedStep
 
 BLOCKS = "compute of neighbouring blocks"

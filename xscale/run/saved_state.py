@@ -9,8 +9,8 @@ from xscale.checkpoint import load as loading
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
 from xscale.data.corpus.stored_tokenizer import FOLDER, require_fingerprint
+from xscale.run.config_changes import CHANGEABLE, differences, lookup, problems_of, with_defaults
 from xscale.run.parts import RunParts
-from xscale.run.run_folder import CHANGEABLE, differences, lookup, problems_of, with_defaults
 from xscale.run.state import State
 
 

@@ -5,20 +5,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xscale.checkpoint import load as loading
 from xscale.checkpoint.async_saver import AsyncSaver
-from xscale.checkpoint.errors import consensus
 from xscale.checkpoint.files import RunLock
-from xscale.checkpoint.in_memory import InMemoryCheckpoint, InMemoryState
-from xscale.checkpoint.search import find_newest
-from xscale.core.config import encode
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError, Problem
-from xscale.core.files.file_safety import check_private_folder
 from xscale.data.corpus.stored_tokenizer import store_tokenizer
 from xscale.distill.teacher_source import teacher_run
 from xscale.evaluate.evaluate import capacity_notes, order2_baseline
@@ -29,6 +22,7 @@ from xscale.mesh.collectives import barrier
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import leaving_process_group
+from xscale.nn.module import draws_dropout
 from xscale.observe import EndReport, Observer
 from xscale.observe.make_observers import make_observers
 from xscale.run.init_weights import load_initial_weights
@@ -36,22 +30,15 @@ from xscale.run.parts import RunParts
 from xscale.run.run_facts import peak_memory, run_facts
 from xscale.run.run_folder import (
     CHECKPOINTS,
-    changes_since,
     check_finished,
-    differences,
     finished_step,
     keep_config,
     mark_end,
     open_folder,
-    read_config,
     removed_if_refused,
-    run_name,
     unwritable,
-    with_defaults,
     write_config,
 )
-from xscale.run.saved_state import state_check, state_of, with_same_tokenizer
-from xscale.run.state import State
 from xscale.run.token_counts import init_from_token_counts
 from xscale.settings.settings import Settings
 from xscale.train.compile_artifacts import CompileArtifacts
@@ -61,10 +48,11 @@ from xscale.train.loop import Loop
 from xscale.train.loop_setup import LoopContext, make_loop
 from xscale.train.profiler import StepProfiler
 from xscale.train.residual_gains import init_residual_gains
+from xscale.train.resume import Resumed, make_in_memory_checkpoint, resume
 from xscale.train.setup import check_machine, set_up
 from xscale.watchdog.crash_dumps import CrashDumps
 from xscale.watchdog.distributed_stop import StopRequested
-from xscale.watchdog.watchdog import StopSignal, Watchdog
+from xscale.watchdog.watchdog import LostRankError, StopSignal, Watchdog
 from xscale_kernels.attention_backends import attention_backends
 from xscale_kernels.select import UnusableError
 
@@ -92,7 +80,7 @@ def train(settings: Settings, samples: Any = None) -> int:
             raise ConfigError(
                 "kernels", str(error), "Choose a usable implementation, or none."
             ) from error
-        except (KeyboardInterrupt, RuntimeError):
+        except (KeyboardInterrupt, RuntimeError, LostRankError):
             # A rank that stops before the first step breaks the connections of ranks that wait for it.
             if stop.cause is None or stop.in_training:
                 raise
@@ -154,7 +142,7 @@ def _train(
         encode_prompts(settings, parts.corpus.tokenizer)
         require_tasks(settings.train.tasks, Consensus(parts.mesh.background))
         with (
-            attention_backends(parts.mesh.device),
+            attention_backends(parts.mesh.device, dropout=draws_dropout(parts.model)),
             RunLock(folder) as lock,
             make_saver(parts, folder) as saves,
         ):
@@ -188,100 +176,17 @@ def make_watchdog(parts: RunParts, folder: Path, stop: StopSignal) -> Watchdog:
     )
 
 
-def make_in_memory_checkpoint(parts: RunParts, folder: Path) -> InMemoryCheckpoint | None:
-    """The in-memory checkpoint of this run folder; None where the config wants none. Collective."""
-    config, rank_info = parts.settings.checkpoint, parts.mesh.rank_info
-    if not config.memory_every_steps:
-        return None
-    ranks = consensus(parts.mesh.background, "kept in memory")
-    name, parent = ranks.on_rank0(folder, lambda: run_name(folder)), Path(config.memory_folder)
-    if not all(ranks.on_all(parent, parent.is_dir)):
-        fix = "Give an in-memory file system that exists on each machine, or use checkpoint.memory_every_steps=0."
-        raise ConfigError(
-            "checkpoint.memory_folder", f"the folder {parent} does not exist on some machine", fix
-        )
-    path = parent / f"xscale-{os.getuid()}-{name}"
-    try:
-        ranks.on_all(path, lambda: check_private_folder(path))
-    except FaultError as error:
-        fix = "Remove it, or give another checkpoint.memory_folder."
-        raise ConfigError("checkpoint.memory_folder", str(error), fix) from None
-    return InMemoryCheckpoint(path, ranks, rank_info.local_world)
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """State that a run begins with."""
-
-    state: State
-    step: int | None
-    """Step of the checkpoint; None for a fresh run."""
-    messages: list[str]
-    """Messages to log."""
-    earlier_config: dict[str, Any] | None = None
-    """The config that the run had up to `step`, where it was another."""
-
-
-def resume(parts: RunParts, folder: Path, memory: InMemoryCheckpoint | None) -> Resumed:
-    """Load the newest good checkpoint, if there is one. Collective."""
-    settings, engine = parts.settings, parts.stepper.engine
-    tensors = engine.state_tensors()
-    length = settings.data.sequence_length
-    # Some ranks may read for much longer than others, so all wait in the group that has the timeout for it.
-    group = parts.mesh.background
-    on_disk, messages = find_newest(folder / CHECKPOINTS, group=group, repair=True), list[str]()
-    in_memory: InMemoryState | None = None
-    config: dict[str, Any] | None = None
-    if memory is not None:
-        in_memory, messages = memory.restore(tensors, -1 if on_disk.step is None else on_disk.step)
-    if in_memory is not None:
-        try:
-            State.check(in_memory.state, engine.counters())
-        except ValueError as error:
-            messages = [f"the in-memory checkpoint of step {in_memory.step} is not used: {error}"]
-            in_memory = None
-    if in_memory is not None:
-        state = with_same_tokenizer(State.decode(in_memory.state, engine, length), parts)
-        step = in_memory.step
-        messages = [f"resuming from the in-memory checkpoint of step {in_memory.step}"]
-    else:
-        restored = loading.restore(
-            folder / CHECKPOINTS,
-            tensors,
-            verify=settings.checkpoint.verify,
-            group=group,
-            check=state_check(parts),
-        )
-        messages += restored.reasons
-        if restored.loaded is None:
-            if not parts.has_weights:
-                what = "the checkpoint that the run was to resume from is no longer there"
-                raise FaultError(
-                    f"{folder / CHECKPOINTS}: {what}. Start the same command again, or restore it"
-                )
-            tokenizer = parts.corpus.tokenizer
-            fresh = State(
-                sequence_length=length,
-                tokenizer_fingerprint=tokenizer.fingerprint,
-                unpadded_vocabulary=tokenizer.unpadded_vocabulary,
-            )
-            return Resumed(fresh, None, [*on_disk.reasons, *messages])
-        state = state_of(restored.loaded, parts)
-        step = restored.loaded.step
-        config = restored.loaded.config
-    engine.after_load()
-    before = Consensus(group).on_rank0(
-        folder, lambda: with_defaults(config or read_config(folder) or encode(settings))
-    )
-    now = encode(settings)
-    messages += [
-        f"run.allow_changed: {change}; resuming at sample {state.consumed}"
-        for _, change in differences(before, now)
+def _begin_fresh(parts: RunParts) -> list[str]:
+    """Give the model the weights that a fresh run begins with; messages to log. Collective."""
+    tokenizer = parts.corpus.tokenizer
+    messages = [
+        *init_from_token_counts(parts),
+        *load_initial_weights(parts.settings, parts.model, parts.parameters, tokenizer, parts.mesh),
+        *init_residual_gains(parts),
+        *label_notes(parts.corpus),
     ]
-    changes = changes_since(before, now, step)
-    return Resumed(
-        state, step, [*on_disk.reasons, *messages, *changes], before if changes else None
-    )
+    parts.stepper.engine.begin()
+    return messages
 
 
 def _write_begin(parts: RunParts, folder: Path, resumed: Resumed) -> None:
@@ -342,14 +247,7 @@ def _run(
     resumed = resume(parts, folder, memory)
     state = resumed.state
     if resumed.step is None:
-        tokenizer = parts.corpus.tokenizer
-        resumed.messages.extend(init_from_token_counts(parts))
-        resumed.messages.extend(
-            load_initial_weights(settings, parts.model, parts.parameters, tokenizer, parts.mesh)
-        )
-        resumed.messages.extend(init_residual_gains(parts))
-        resumed.messages.extend(label_notes(parts.corpus))
-        parts.stepper.engine.begin()
+        resumed.messages.extend(_begin_fresh(parts))
     resumed.messages.extend(capacity_notes(parts.model))
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from xscale.mesh import axes
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh
-from xscale.objective.objective import OBJECTIVES, Objective
+from xscale.mesh.shared_folder import require_shared
+from xscale.nn.module import draws_dropout
+from xscale.objective.objective import OBJECTIVES, Objective, SpecialTokens
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer
 from xscale.optim.schedule import SCHEDULES
-from xscale.parallel import context, deepep
+from xscale.parallel import context, cuda_graph, deepep
 from xscale.parallel.ema import ExponentialMovingAverage
 from xscale.parallel.engine.fsdp import FsdpEngine, optimizer_weights
 from xscale.parallel.engine.protocol import Engine
@@ -32,6 +35,7 @@ from xscale.parallel.plan import ParallelPlan
 from xscale.parallel.precision import float8
 from xscale.parallel.shard.full_tensors import ShardedTensors
 from xscale.parallel.shard.sharded import ShardedParameter, sharded_parameters
+from xscale.run.config_changes import check_same_config
 from xscale.run.init_weights import adopt_tokenizer
 from xscale.run.parts import RunParts, device_of
 from xscale.run.run_data import (
@@ -43,9 +47,11 @@ from xscale.run.run_data import (
     special_tokens_of,
     with_caller_samples,
 )
-from xscale.run.run_folder import CHECKPOINTS, check_same_config
+from xscale.run.run_folder import CHECKPOINTS
 from xscale.settings.settings import Settings, build_on_meta
+from xscale.step.micro_batch_graphs import MicroBatchGraphs
 from xscale.step.stepper import Stepper
+from xscale.watchdog.watchdog import naming_lost_ranks
 from xscale_kernels import attention_backends
 
 
@@ -74,6 +80,7 @@ def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Pro
     return problems if "data" in invalid else problems + missing_files(data_of_run(settings)[0])
 
 
+@naming_lost_ranks()
 def set_up(
     settings: Settings, rank_info: RankInfo, *, resumes: bool = False, samples: Any = None
 ) -> RunParts:
@@ -84,36 +91,25 @@ def set_up(
     """
     # Rank 0 prepares the data for all, so that it alone looks for files.
     if problems := check_machine(settings, invalid=["data"]):
-        raise ConfigError(
-            problems + (check_machine(settings, invalid=["run"]) if rank_info.is_rank0 else [])
-        )
-    device = device_of(settings, rank_info)
-    degrees = axes.resolve(settings.parallel.mesh, rank_info.world)
-    seconds, io_seconds = (
-        settings.parallel.longest_timeout_seconds,
-        settings.parallel.io_timeout_seconds,
-    )
-    mesh = init_mesh(
-        rank_info, degrees, device, seconds, lambda: check_same_config(settings), io_seconds
-    )
+        of_data = check_machine(settings, invalid=["run"]) if rank_info.is_rank0 else []
+        raise ConfigError(problems + of_data)
+    mesh = _mesh_of(settings, rank_info)
+    require_shared(Consensus(mesh.background), Path(settings.run.dir), "run.dir")
+    device, degrees = mesh.device, mesh.degrees
     adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
     corpus = with_caller_samples(settings, corpus, samples)
     tokenizer = corpus.tokenizer
     unpadded = _unpadded_vocabulary(settings, mesh, tokenizer)
     specials = replace(special_tokens_of(tokenizer), vocabulary=unpadded)
-    length, source_length = settings.data.sequence_length, settings.data.source_length
+    source_length = settings.data.source_length
     model = build_on_meta(settings, tokenizer.vocabulary, unpadded)
-    plan = ParallelPlan(settings.parallel, settings.precision, length)
-    objective_type = OBJECTIVES.of(settings.objective).part
-    problems = plan.check(model, rank_info.world) + objective_type.check(
-        settings.objective, specials, source_length, "objective"
-    )
-    if problems:
-        raise ConfigError(problems)
+    plan = _checked_plan(settings, model, specials, rank_info.world)
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
-    applied = padding_note(tokenizer) + attention_backends.sentences(device)
+    applied = padding_note(tokenizer) + attention_backends.sentences(
+        device, dropout=draws_dropout(model)
+    )
     draw_weights = not resumes or not _has_checkpoint(settings, mesh)
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
     parameters = sharded_parameters(model)
@@ -124,6 +120,9 @@ def set_up(
     applied += lines
     engine = make_engine(settings, model, parameters, mesh)
     held_out = corpus.validation
+    micro_batches = partial(
+        make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding
+    )
     return RunParts(
         settings=settings,
         mesh=mesh,
@@ -133,11 +132,15 @@ def set_up(
         parameters=parameters,
         applied=tuple(applied),
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
-        stepper=Stepper(engine, objective, device, repeats=degrees.tp * degrees.pp),
-        training=make_micro_batches(settings, corpus.train, objective, mesh, sharding),
-        validation=None
-        if held_out is None
-        else make_micro_batches(settings, held_out, objective, mesh, sharding),
+        stepper=Stepper(
+            engine,
+            objective,
+            device,
+            repeats=degrees.tp * degrees.pp,
+            graphs=_graphs(settings, model, objective, engine, device),
+        ),
+        training=micro_batches(corpus.train),
+        validation=None if held_out is None else micro_batches(held_out),
         eval_sequences=0
         if held_out is None
         else evaluation_sequences(len(held_out.data), settings.train.eval_sequences),
@@ -147,6 +150,34 @@ def set_up(
         peak=peak_flops(device, plan.compute),
         has_weights=draw_weights,
     )
+
+
+def _mesh_of(settings: Settings, rank_info: RankInfo) -> Mesh:
+    """The device mesh of the run, after all ranks agree on its config. Collective."""
+    parallel = settings.parallel
+    device = device_of(settings, rank_info)
+    return init_mesh(
+        rank_info,
+        axes.resolve(parallel.mesh, rank_info.world),
+        device,
+        parallel.longest_timeout_seconds,
+        lambda: check_same_config(settings),
+        parallel.io_timeout_seconds,
+    )
+
+
+def _checked_plan(
+    settings: Settings, model: nn.Module, specials: SpecialTokens, world: int
+) -> ParallelPlan:
+    """The plan of the model over `world` ranks. ConfigError for what it or the objective cannot do with this model."""
+    data, objective = settings.data, settings.objective
+    plan = ParallelPlan(settings.parallel, settings.precision, data.sequence_length)
+    objective_type = OBJECTIVES.of(objective).part
+    problems = plan.check(model, world)
+    problems += objective_type.check(objective, specials, data.source_length, "objective")
+    if problems:
+        raise ConfigError(problems)
+    return plan
 
 
 def _unpadded_vocabulary(settings: Settings, mesh: Mesh, tokenizer: Tokenizer) -> int:
@@ -214,3 +245,13 @@ def make_engine(
         kernel_choices=settings.kernels,
         ema=None if decay is None else ExponentialMovingAverage(model, trained, decay),
     )
+
+
+def _graphs(
+    settings: Settings, model: nn.Module, objective: Objective, engine: Engine, device: torch.device
+) -> MicroBatchGraphs | None:
+    """Return what captures micro-batches as CUDA graphs; None: the run has none."""
+    if not settings.parallel.cuda_graphs:
+        return None
+    cuda_graph.require_cuda(device)
+    return MicroBatchGraphs(model, objective.loss, engine.backward)

@@ -100,38 +100,13 @@ def run(options: argparse.Namespace) -> int:
     else:
         folder = plan_query.query_run_dir(trainer, config, options.overrides, variables)
     attempt = folder / "launch" / "attempts" / f"mpi-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    rendezvous = (
-        []
-        if options.hosts or options.srun
-        else ["--rendezvous", f"{HOST}:{devices.free_port(HOST)}"]
-    )
-    supervision = (
-        "--attempt",
-        str(attempt),
-        "--outputs",
-        str(folder / "logs"),
-        "--stop-seconds",
-        f"{options.grace_seconds:g}",
-        # mpirun gives its ranks a pseudo-terminal even where its own output is a file.
-        *(() if sys.stdout.isatty() else ("--plain",)),
-    )
-    preflight = (
-        ()
-        if options.no_preflight
-        else preflight_options(site, (*trainer, "bench", "links"), options.work)
-    )
     work = (*trainer, *WORK[options.work], str(config), *options.overrides)
-    rank = (
-        command.PYTHON,
-        "-m",
-        "xscale_launch.mpi.mpi_rank",
-        *supervision,
-        *preflight,
-        *rendezvous,
-        "--",
-        *work,
-    )
-    argv = (*starter, *rank)
+    preflight: tuple[str, ...] = ()
+    if not options.no_preflight:
+        preflight = preflight_options(site, (*trainer, "bench", "links"), options.work)
+    supervision = supervision_options(options, attempt, folder / "logs")
+    rank = (command.PYTHON, "-m", "xscale_launch.mpi.mpi_rank")
+    argv = (*starter, *rank, *supervision, *preflight, "--", *work)
     if options.dry_run:
         print(shlex.join(argv))
         return status.DONE
@@ -145,6 +120,26 @@ def run(options: argparse.Namespace) -> int:
     if cause and not (attempt / "said").exists():
         say(cause)
     return code
+
+
+def supervision_options(
+    options: argparse.Namespace, attempt: Path, outputs: Path
+) -> tuple[str, ...]:
+    """The options by which a rank finds its attempt, its output, the others, and how long it may take to stop."""
+    rendezvous: tuple[str, ...] = ()
+    if not options.hosts and not options.srun:
+        rendezvous = ("--rendezvous", f"{HOST}:{devices.free_port(HOST)}")
+    return (
+        "--attempt",
+        str(attempt),
+        "--outputs",
+        str(outputs),
+        "--stop-seconds",
+        f"{options.grace_seconds:g}",
+        # mpirun gives its ranks a pseudo-terminal even where its own output is a file.
+        *(() if sys.stdout.isatty() else ("--plain",)),
+        *rendezvous,
+    )
 
 
 def preflight_options(

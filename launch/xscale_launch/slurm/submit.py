@@ -52,14 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clusters", type=path_argument, metavar="FILE", help="file with the profiles"
     )
-    for name, kind in FIELDS.items():
-        choices = profile.STARTS if name == "start" else None
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=kind,
-            choices=choices,
-            help=f"replaces {name} of the profile",
-        )
+    _add_fields(parser)
     parser.add_argument(
         "--exclude", metavar="NODE,NODE", help="nodes to exclude besides those of the profile"
     )
@@ -106,6 +99,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the batch script without submitting it"
     )
+
+
+def _add_fields(parser: argparse.ArgumentParser) -> None:
+    """Add the options that replace settings of the profile."""
+    for name, kind in FIELDS.items():
+        choices = profile.STARTS if name == "start" else None
+        option = f"--{name.replace('_', '-')}"
+        what = f"replaces {name} of the profile"
+        parser.add_argument(option, type=kind, choices=choices, help=what)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.convert.hf.models import SECTIONS, checkpoint
 from xscale.convert.hf import tokenizer as files
+from xscale.convert.hf import tokenizers_library
 from xscale.convert.hf.export_model import export_model
 from xscale.convert.hf.tokenizer import XSCALE_TOKENIZER_FILE, equal_score, export_tokenizer, restore_tokenizer
 from xscale.core.config import decode
@@ -92,8 +93,8 @@ def test_segmentations_of_equal_score_are_ties(tmp_path: Path, monkeypatch: pyte
 
 def test_other_ids_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: merges in the wrong order."""
-    config, merges = corpus(tmp_path, "bpe"), files._merges
-    monkeypatch.setattr(files, "_merges", lambda *given: merges(*given)[::-1])
+    config, merges = corpus(tmp_path, "bpe"), tokenizers_library._merges
+    monkeypatch.setattr(tokenizers_library, "_merges", lambda *given: merges(*given)[::-1])
     (tmp_path / "out").mkdir()
     (said,) = export_tokenizer(open_tokenizer(config), tmp_path / "out")
     assert "random texts become other ids" in said

@@ -16,7 +16,7 @@ from tests.bounds import bounded, listing
 from tests.faults.dying import save_step
 from tests.faults.planted_entries import dangling_link, fifo, link_to_file, link_to_folder
 from xscale.commands.checkpoints.import_hf import import_run
-from xscale.convert.hf.tokenizer import GENERATION, IDS, ORIGIN, export_generation_config, kept_special_ids
+from xscale.convert.hf.special_ids import GENERATION, IDS, ORIGIN, export_generation_config, kept_special_ids
 from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.huggingface import HuggingFace
 
@@ -159,6 +159,13 @@ CONFIGS: dict[str, tuple[Change, str]] = {
     "an index of other folders": (
         written("model.safetensors.index.json", b'{"weight_map": {"a": "../x"}}'),
         "leaves its",
+    ),
+    "an index of many thousand files": (
+        written(
+            "model.safetensors.index.json",
+            json.dumps({"weight_map": {str(n): f"{n}.x" for n in range(20_000)}}).encode(),
+        ),
+        "it names 20000 files",
     ),
     "an index that is a list": (written("model.safetensors.index.json", b"[]"), "the file is not an index of tensors"),
     "a pickle that runs": (pickled({"a": Runs()}), "it names posix.system, which no file of tensors does"),

@@ -14,6 +14,7 @@ from tests.commands.test_import_hf import call
 from tests.convert.hf.models import SECTIONS
 from tests.train.tiny import recipe, run
 from xscale.convert.hf import registry as choose
+from xscale.convert.hf import special_ids
 from xscale.convert.hf import tokenizer as export_tokenizer
 from xscale.convert.hf.tokenizer import import_tokenizer
 from xscale.core.config import decode, encode
@@ -166,7 +167,7 @@ def test_generation_settings_of_another_tokenizer_stay_behind(tmp_path: Path) ->
     one = recipe(tmp_path, model=SECTIONS["gpt2"][1], data={"sequence_length": 16}, train={"steps": 1})
     assert run(one) == 0
     (source / "generation_config.json").write_text('{"eos_token_id": 9}')
-    export_tokenizer.keep_special_ids(source, {"eos_token_id": 9}, None, run_folder)
+    special_ids.keep_special_ids(source, {"eos_token_id": 9}, None, run_folder)
     status, said = call("checkpoint", "export", run_folder, tmp_path / "out")
     assert status == 0, said
     assert "generation_config.json: not exported" in said

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from xscale.nn.attention.ops.gathered import DocumentMask
+from xscale.nn.attention.ops.in_block_mask import DocumentMask
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.random import RandomNumbers
 

@@ -16,7 +16,7 @@ from xscale.nn.depth.sequence_pooling import Distilling, TokenWindows
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder
-from xscale.nn.norm.norm import BatchNorm
+from xscale.nn.norm.batch_statistics import BatchNorm
 from xscale.nn.position.pairs import Pairs, PositionPairs
 from xscale.nn.position.position import POSITIONS, PositionTerms
 from xscale.nn.tokens import Tokens

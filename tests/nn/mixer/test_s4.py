@@ -13,7 +13,8 @@ from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.nn.forward import Forward
 from xscale.nn.materialize import materialize
-from xscale.nn.mixer.s4 import S4, Chunk, convolve, diagonal_plus_correction
+from xscale.nn.mixer.s4 import S4, convolve
+from xscale.nn.mixer.state_space import Chunk, diagonal_plus_correction
 from xscale.nn.module import name_modules
 from xscale.nn.tokens import Tokens
 

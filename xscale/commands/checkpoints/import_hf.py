@@ -7,7 +7,8 @@ from typing import Any
 from xscale.convert.hf.compare import TOLERANCE
 from xscale.convert.hf.import_model import ImportedModel, import_model, resolve_snapshot
 from xscale.convert.hf.registry import model_of
-from xscale.convert.hf.tokenizer import import_tokenizer, keep_special_ids, restore_tokenizer
+from xscale.convert.hf.special_ids import keep_special_ids
+from xscale.convert.hf.tokenizer import import_tokenizer, restore_tokenizer
 from xscale.core.config import decode, encode
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
 from xscale.data.corpus.prepared import open_tokenizer

@@ -11,14 +11,9 @@ import numpy as np
 from xscale.core.config import decode
 from xscale.data.config import DataConfig
 from xscale.data.corpus.histogram import bars
+from xscale.data.corpus.manifest import MANIFEST, DatasetManifest
 from xscale.data.corpus.prepare import prepare
-from xscale.data.corpus.prepared import (
-    MANIFEST,
-    DatasetManifest,
-    PreparedData,
-    Split,
-    open_prepared,
-)
+from xscale.data.corpus.prepared import PreparedData, Split, open_prepared
 from xscale.data.corpus.stats import (
     Counted,
     SplitStatistics,

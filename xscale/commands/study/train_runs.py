@@ -13,7 +13,8 @@ from xscale.core.files.file_safety import decode_json
 from xscale.core.files.run_files import open_run_file, read_run_file
 from xscale.observe.metrics import METRICS_FILE
 from xscale.recipe import Recipe, read
-from xscale.run.run_folder import differences, flatten, lookup, one_line, read_config, with_defaults
+from xscale.run.config_changes import differences, flatten, lookup, one_line, with_defaults
+from xscale.run.run_folder import read_config
 
 SECTIONS = ("model", "objective", "optimizer", "schedule", "train", "precision")
 """Sections on which the result of a run depends, with others whose changes no run resumes from."""

@@ -13,12 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from xscale.conformance.check import check, is_near
 from xscale.conformance.small_parts import (
     HEAD_WIDTH,
-    HEADS,
     LENGTH,
     NOISE,
     close,
     core,
-    drawn,
     example,
     gradients_of,
     numbered,
@@ -29,10 +27,7 @@ from xscale.conformance.small_parts import (
 )
 from xscale.core.registry import Entry
 from xscale.nn.attention.ops.mask import AttentionMask
-from xscale.nn.attention.ops.recurrence import Recurrence, advance_state
-from xscale.nn.module import Module, parameter_axes
-from xscale.nn.position.pairs import Pairs
-from xscale.nn.position.position import Position, PositionTerms
+from xscale.nn.module import parameter_axes
 from xscale.nn.tokens import Stats
 
 CUTS = (1, 63, 64, 65, 190, LENGTH - 1)
@@ -66,7 +61,9 @@ def hides_the_future(entry: Entry[Any], training: bool) -> None:
     dropout = NOISE["dropout"] if training and entry.traits.dropout else 0.0
     mask = AttentionMask(LENGTH, LENGTH, True, dropout=dropout, stats=Stats() if training else None)
     mode = "in training" if training else "in evaluation"
-    full = run(part, *inputs, mask=mask)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = run(part, *leaves, mask=mask)
+    full = output.detach()
     for cut in CUTS[::2] if training else CUTS:
         changed = run(part, *[other_from(x, cut) for x in inputs], mask=mask)
         assert close(changed[:, :, :cut], full[:, :, :cut]), (
@@ -75,10 +72,8 @@ def hides_the_future(entry: Entry[Any], training: bool) -> None:
         assert not close(changed[:, :, cut:], full[:, :, cut:]), (
             "the core does not look at its input"
         )
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        for gradient in gradients_of(
-            run(part, *leaves, mask=mask)[:, :, :cut].square().sum(), leaves
-        ):
+        loss = output[:, :, :cut].square().sum()
+        for gradient in gradients_of(loss, leaves, retain_graph=True):
             assert not gradient[:, :, cut:].any(), f"gradients reach tokens from {cut} on, {mode}"
 
 
@@ -286,89 +281,6 @@ def exact_is_softmax(entry: Entry[Any]) -> None:
             assert close(run(part, q, k, v, mask=mask), naive(q, k, v, mask))
 
 
-@check("core", lambda entry: entry.traits.bias)
-def a_bias_counts(entry: Entry[Any]) -> None:
-    for causal in modes(entry):
-        part, (q, k, v) = core(entry, causal=causal), qkv()
-        full = run(part, q, k, v)
-        nothing = torch.zeros(1, 4, LENGTH, LENGTH, dtype=q.dtype)
-        assert close(run(part, q, k, v, bias=nothing), full)
-        against = nothing.clone()
-        # Where heads mix, the others would show what one of them is told not to look at.
-        against[:, 1 if entry.traits.per_head else slice(None), :, 7] = -1e4
-        biased = run(part, q, k, v, bias=against)
-        # A query with no other key in sight has to look at what it is told not to, whatever the bias.
-        late = slice(80, None)
-        apart = v.clone()
-        apart[:, :, 7] += 1
-        assert close(run(part, q, k, apart, bias=against)[:, 1, late], biased[:, 1, late]), (
-            "key 7 is still seen"
-        )
-        assert close(biased[:, 0], full[:, 0]) == entry.traits.per_head, (
-            "another head's bias is heard"
-        )
-        assert not close(biased[:, 1], full[:, 1]), "the bias is not heard"
-        if part.uses_relative_bias:
-            positions, line = torch.arange(LENGTH), drawn(4, 2 * LENGTH - 1)
-            wanted = run(
-                part, q, k, v, bias=line[None, :, positions[None] - positions[:, None] + LENGTH - 1]
-            )
-            # Places behind the sequence fill up blocks.
-            outcome = run(
-                part,
-                q,
-                k,
-                v,
-                relative_bias=lambda after, line=line: line[
-                    :, (after + LENGTH - 1) % line.shape[1]
-                ],
-            )
-            assert close(outcome, wanted), "a bias by distance is another one than score by score"
-
-
-class EveryTerm(Position):
-    """Adds q_i k_j for the first channel alone, and to the output the weights of the first channels' keys."""
-
-    adds_scores = True
-    adds_values = True
-
-    def __init__(self) -> None:
-        Module.__init__(self)
-
-    def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
-        return pairs.select_heads(torch.tensor([1.0, 2.0, -1.0, 0.5], dtype=q.dtype))[
-            :, None, None
-        ] * (q[..., :1] @ k.repeat_interleave(q.shape[1] // k.shape[1], 1)[..., :1].mT)
-
-    def values(self, weights: Tensor, pairs: Pairs) -> Tensor:
-        return weights[..., :HEAD_WIDTH] * 3
-
-
-@check("core", lambda entry: entry.traits.position_terms)
-def terms_of_a_position_count(entry: Entry[Any]) -> None:
-    for causal in modes(entry):
-        part, (q, k, v) = core(entry, causal=causal), qkv(groups=2)
-        terms = PositionTerms(EveryTerm(), Pairs(LENGTH, LENGTH, causal=causal))
-        biased = run(part, q, k, v, bias=terms.scores(q, k))
-        assert not close(biased, run(part, q, k, v)), "the terms show"
-        # With the first tokens' rows of the identity as values, the output has their attention weights, beside what a
-        # core adds that has values of its own.
-        unit, none = torch.zeros_like(v), torch.zeros_like(v)
-        unit[:, :, range(HEAD_WIDTH), range(HEAD_WIDTH)] = 1
-        weights = run(part, q, k, unit, bias=terms.scores(q, k)) - run(
-            part, q, k, none, bias=terms.scores(q, k)
-        )
-        assert close(run(part, q, k, v, position_terms=terms), biased + 3 * weights)
-        first = torch.zeros_like(terms.scores(q, k))
-        first[:, 0, :, 0] = 1.5
-        both = run(part, q, k, v, bias=terms.scores(q, k) + first)
-        weights = run(part, q, k, unit, bias=terms.scores(q, k) + first)
-        weights -= run(part, q, k, none, bias=terms.scores(q, k) + first)
-        assert close(run(part, q, k, v, position_terms=terms, bias=first), both + 3 * weights), (
-            "a bias is forgotten"
-        )
-
-
 @check("core")
 def registered_traits_are_those_of_the_example(entry: Entry[Any]) -> None:
     """A core that is made of others has the traits that follow from them; its registered ones are listed."""
@@ -385,77 +297,6 @@ def random_numbers_only_where_declared(entry: Entry[Any]) -> None:
     first = part(q, k, v, mask)
     torch.manual_seed(2)
     assert torch.equal(first, part(q, k, v, mask)) != entry.traits.random
-
-
-@check("core", lambda entry: entry.traits.decode)
-def one_query_at_a_time_gives_the_same(entry: Entry[Any]) -> None:
-    part, (q, k, v) = core(entry), qkv(groups=2)
-    full = run(part, q, k, v)
-    spans = [(0, 1), (0, 100), (63, 64), (64, 65), (65, 66), (100, 107), (200, 300), (299, 300)]
-    cache: dict[str, Tensor] | None = None
-    if part.keeps_state:
-        spans, cache = [(0, 1), (1, 63), (63, 64), (64, 65), (65, 66), (66, 299), (299, 300)], {}
-    for first, last in spans:
-        mask = AttentionMask(last - first, last, True, offset=first, cache=cache)
-        some = run(part, q[:, :, first:last], k[:, :, :last], v[:, :, :last], mask=mask)
-        assert close(some, full[:, :, first:last]), f"queries {first} to {last} over a cache"
-
-
-@check("core")
-def a_sequence_can_be_spread_as_declared(entry: Entry[Any]) -> None:
-    for style in entry.traits.context:
-        if style == "ulysses":
-            assert entry.traits.per_head, "ulysses gives each rank some heads of the whole sequence"
-        elif style == "ring":
-            assert entry.traits.exact, "a ring adds up the softmax over each rank's keys"
-        elif style == "halo":
-            part = core(entry)
-            assert part.block_layout(LENGTH, HEADS) is not None, (
-                "a halo is fetched by the layout's blocks"
-            )
-            assert entry.traits.decode, (
-                "a rank's queries stand behind the keys of the ranks before it"
-            )
-        elif style == "scan":
-            _scans(entry)
-        else:
-            raise AssertionError(f"nothing here checks the context style '{style}'")
-
-
-def _scans(entry: Entry[Any]) -> None:
-    """A piece gives what it gives in the whole when the states before it are added up, or taken on, and given to it."""
-    part, (q, k, v) = core(entry), qkv(groups=2)
-    full, outs = run(part, q, k, v), []
-    left: dict[int, list[Tensor]] = {}
-    carried: list[Tensor] = []
-    sizes = set()
-    for first, last in [(0, 100), (100, 101), (101, 300)]:
-
-        def before(state: Tensor) -> Tensor:
-            # A core may carry states of several widths.
-            states = left.setdefault(state.shape[-1], [])
-            states.append(state)
-            return sum(states[:-1], torch.zeros_like(state))
-
-        def taken_on(recurrence: Recurrence) -> Tensor:
-            matrix, ended = recurrence.transition()
-            state = carried[-1] if carried else torch.zeros_like(ended)
-            carried.append(advance_state(matrix, state) + ended)
-            sizes.add(matrix[0, 0].numel() + ended[0, 0].numel())
-            return state
-
-        some, length = [x[:, :, first:last] for x in (q, k, v)], last - first
-        outs.append(
-            run(
-                part,
-                *some,
-                mask=AttentionMask(
-                    length, length, True, prior_state=before, carried_state=taken_on
-                ),
-            )
-        )
-    assert close(torch.cat(outs, 2), full)
-    assert (sizes or {0}) == {part.transition_size}
 
 
 @check("core", lambda entry: not entry.traits.random)

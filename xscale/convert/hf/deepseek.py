@@ -14,7 +14,7 @@ import torch
 from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requirements
 from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.hf.layers import layer_blocks, layer_rules, rope_from_hf, rope_to_hf
-from xscale.convert.hf.llama import KEYS
+from xscale.convert.hf.llama_variant import KEYS
 from xscale.convert.mapping import (
     UNSTACKED,
     Tensors,

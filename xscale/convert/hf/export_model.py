@@ -21,13 +21,8 @@ from xscale.convert.hf.class_head import class_head_of, select_classifier
 from xscale.convert.hf.compare import TOLERANCE, compare_logits
 from xscale.convert.hf.import_model import INDEX, SINGLE
 from xscale.convert.hf.registry import model_of, select_architecture
-from xscale.convert.hf.tokenizer import (
-    export_generation_config,
-    export_tokenizer,
-    kept_special_ids,
-    special_ids,
-    tokenizer_of,
-)
+from xscale.convert.hf.special_ids import export_generation_config, kept_special_ids, special_ids
+from xscale.convert.hf.tokenizer import export_tokenizer, tokenizer_of
 from xscale.convert.mapping import WeightMapping
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
 from xscale.core.files.file_safety import remove_folder

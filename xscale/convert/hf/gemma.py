@@ -8,7 +8,8 @@ from typing import Any
 from xscale.convert.hf.architecture import Data, ModelSizes, Requirements
 from xscale.convert.hf.keys import Keys
 from xscale.convert.hf.layers import core_of, rope_from_hf, rope_to_hf
-from xscale.convert.hf.llama import BLOCK, LlamaFamily
+from xscale.convert.hf.llama import LlamaFamily
+from xscale.convert.hf.llama_variant import BLOCK
 from xscale.convert.mapping import shifted
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"

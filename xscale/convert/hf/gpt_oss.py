@@ -13,7 +13,9 @@ import torch
 from xscale.convert.hf.architecture import Data, Requirements
 from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.hf.layers import core_of, layer_types, window_of_some, windows_of
-from xscale.convert.hf.llama import BLOCK, FFN, LAYER, MIXER, LlamaFamily
+from xscale.convert.hf.llama import LlamaFamily
+from xscale.convert.hf.llama_variant import BLOCK
+from xscale.convert.hf.llama_weights import FFN, LAYER, MIXER
 from xscale.convert.hf.mxfp4 import METHOD
 from xscale.convert.mapping import TRANSPOSED_EXPERTS, Tensors, Transform, WeightMapping, weight
 from xscale.nn.ffn.ffn import gated_hidden

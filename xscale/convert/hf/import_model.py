@@ -19,7 +19,13 @@ from xscale.convert.hf.mxfp4 import dequantized
 from xscale.convert.hf.registry import model_from_hf_config, model_of
 from xscale.convert.mapping import WeightMapping
 from xscale.core.errors import ConfigError
-from xscale.core.files.file_safety import check_name, check_relative, decode_json, read_regular
+from xscale.core.files.file_safety import (
+    check_name,
+    check_readable,
+    check_relative,
+    decode_json,
+    read_regular,
+)
 from xscale.core.foreign import foreign_errors, reason
 from xscale.nn.model.model import MODELS
 
@@ -110,6 +116,7 @@ def open_hf_folder(folder: Path) -> Iterator[HfFolder]:
             opened: Any
             fix = "Copy it again, or save it as safetensors with `save_pretrained`."
             with foreign_errors(folder / name, "the file cannot be read", fix):
+                check_readable(folder / name)
                 if name.endswith(".safetensors"):
                     opened = stack.enter_context(safe_open(folder / name, framework="pt"))
                 else:
@@ -118,13 +125,20 @@ def open_hf_folder(folder: Path) -> Iterator[HfFolder]:
         yield HfFolder(folder, dequantized(files), [*dict.fromkeys(files.values())])
 
 
+SHARDS = 10_000
+"""Most files of tensors of one model; each is opened."""
+
+
 def _weight_files(folder: Path) -> list[str]:
     """Return the names of the files with the tensors; ConfigError when an index cannot be read."""
     for index, single in ((INDEX, SINGLE), (TORCH_INDEX, TORCH_SINGLE)):
         if (folder / index).exists():
             try:
                 stored = decode_json(read_regular(folder / index))["weight_map"]
-                return sorted({check_relative(name) for name in stored.values()})
+                names = set(stored.values())
+                if len(names) > SHARDS:
+                    raise ValueError(f"it names {len(names)} files")
+                return sorted(map(check_relative, names))
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
                 what = f"the file is not an index of tensors ({reason(error)})"
                 raise ConfigError(str(folder / index), what, "Copy it again.") from None

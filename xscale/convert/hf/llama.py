@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requirements
-from xscale.convert.hf.keys import Keys, keys_from_hf, keys_to_hf
+from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.hf.layers import (
     core_of,
     dynamic_length,
@@ -22,46 +22,10 @@ from xscale.convert.hf.layers import (
     window_of_some,
     windows_of,
 )
-from xscale.convert.mapping import (
-    GATE_UP,
-    IDENTITY,
-    UNSTACKED,
-    Transform,
-    WeightMapping,
-    concatenated,
-    per_block,
-    weight,
-    with_biases,
-)
+from xscale.convert.hf.llama_variant import BLOCK
+from xscale.convert.hf.llama_weights import LlamaWeights
 from xscale.nn.ffn.ffn import gated_hidden
 
-BLOCK = "model.stack.block"
-MIXER = "stack.blocks.{i}.mixer"
-FFN = "stack.blocks.{i}.ffn"
-LAYER = "model.layers.{i}"
-NORMS = {
-    "pre": {f"{MIXER}.norm": "input_layernorm", f"{FFN}.norm": "post_attention_layernorm"},
-    "res_post": {
-        f"{MIXER}.norm": "post_attention_layernorm",
-        f"{FFN}.norm": "post_feedforward_layernorm",
-    },
-    "sandwich": {
-        f"{MIXER}.norm": "input_layernorm",
-        f"{MIXER}.after": "post_attention_layernorm",
-        f"{FFN}.norm": "pre_feedforward_layernorm",
-        f"{FFN}.after": "post_feedforward_layernorm",
-    },
-}
-"""Placement -> name of each norm in xscale and in transformers."""
-
-KEYS = {
-    "hidden_size": "width",
-    "num_hidden_layers": "stack.depth",
-    "rms_norm_eps": "stack.block.norm.eps",
-    "initializer_range": "init_std",
-    "tie_word_embeddings": "tied",
-}
-"""Keys of a model with the same value, in both directions."""
 AUX_LOSS = (
     "router_aux_loss_coef: xscale's weight is the coefficient times top_k / layers, for the same pull on an even load; "
     "transformers' loss pools the layers and counts each of the top_k choices, and xscale's is the sum of the layers' "
@@ -70,64 +34,8 @@ AUX_LOSS = (
 
 
 @dataclass(frozen=True)
-class LlamaFamily:
-    """LLaMA and its variants: what differs between them."""
-
-    name: str
-    loader: str
-    bias: Literal["none", "optional", "inputs"] = "none"
-    """Biases of the projections: none, optional (config.json says), inputs (q, k and v, always)."""
-    ffn_bias: bool = False
-    qk_norm: Literal["", "head", "heads"] = ""
-    """Norm of queries and keys: none, over each head, over all heads."""
-    residual: Literal["pre", "res_post", "sandwich"] = "pre"
-    windows: Literal["", "all", "layers"] = ""
-    """Sliding windows: none, of all layers, of the layers that `layer_types` names."""
-    experts: str = ""
-    """Name of a block's MoE module; empty: no MoE."""
-    router: str = "gate"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of an expert's gate, up and down projections."""
-    dense_layers: bool = False
-    """Whether some layers of a mixture may be dense."""
-    fused: bool = False
-    """Whether q, k and v are one tensor, and so are gate and up; then residual dropout is in config.json too, rotation
-    may be partial, and its frequencies are not scaled."""
-    divides: bool = False
-    """Whether the library reads the head width as width / heads, and no other."""
-    gate: str = "swiglu"
-    activations: tuple[str, ...] = ("silu", "swish")
-    """Names of the gate's activation, under `activation_key`."""
-    activation_key: str = "hidden_act"
-    gain: Transform = IDENTITY
-    """Transform of the gain of a norm."""
-    features: tuple[str, ...] = ()
-    """Keys of `FEATURES` that the architecture has, besides those that follow from the other fields."""
-
-    @property
-    def keys(self) -> Keys:
-        """Keys of a model with the same value, in both directions."""
-        return KEYS | (
-            {"resid_pdrop": "stack.block.dropout", "embd_pdrop": "dropout"} if self.fused else {}
-        )
-
-    @property
-    def mixer_keys(self) -> Keys:
-        """Keys of a mixer with the same value, in both directions."""
-        keys = {"num_attention_heads": "heads", "attention_dropout": "dropout"}
-        return keys | ({"attention_bias": "bias"} if self.bias == "optional" else {})
-
-    @property
-    def router_keys(self) -> Keys:
-        """Keys of a router with the same value, in both directions."""
-        return {"num_experts_per_tok": "top_k"} | (
-            {} if self.name == "mixtral" else {"norm_topk_prob": "normalise"}
-        )
-
-    @property
-    def varying(self) -> tuple[str, ...]:
-        """Keys of a block in which layers may differ."""
-        return (*(["mixer.core"] if self.windows else []), *(["ffn"] if self.dense_layers else []))
+class LlamaFamily(LlamaWeights):
+    """LLaMA and its variants: their configs, both ways, and their tensors."""
 
     def to_hf(self, config: Any, sizes: ModelSizes, require: Requirements) -> Data:
         blocks = layer_blocks(config.stack, require, "model.stack", self.varying)
@@ -368,72 +276,6 @@ class LlamaFamily:
                 ],
             },
         }
-
-    def weights(self, config: Any, sizes: ModelSizes) -> list[WeightMapping]:
-        outer = [
-            weight("embed.table.weight", "model.embed_tokens.weight"),
-            weight("stack.norm.weight", "model.norm.weight", self.gain),
-        ]
-        if not config.tied:
-            outer.append(weight("head.weight", "lm_head.weight"))
-        for layer in range(config.stack.depth):
-            block = config.stack.block_config(layer)
-            outer += per_block(
-                1,
-                self._mixer_weights(config, block.mixer) + self._ffn_weights(block.ffn),
-                first=layer,
-            )
-        return outer
-
-    def _mixer_weights(self, config: Any, mixer: Any) -> list[WeightMapping]:
-        """Map the mixer and the norms of a block."""
-        attention = f"{LAYER}.self_attn"
-        layer = [
-            weight(f"{xscale_name}.weight", f"{LAYER}.{hf_name}.weight", self.gain)
-            for xscale_name, hf_name in NORMS[self.residual].items()
-        ]
-        if self.fused:
-            head_width = mixer.head_width or config.width // mixer.heads
-            queries, keys = mixer.heads * head_width, (mixer.kv_heads or mixer.heads) * head_width
-            names = " ".join(f"{MIXER}.part.{part}.weight" for part in "qkv")
-            layer.append(
-                weight(names, f"{attention}.qkv_proj.weight", concatenated(queries, keys, keys))
-            )
-        else:
-            inputs = [
-                weight(f"{MIXER}.part.{part}.weight", f"{attention}.{part}_proj.weight")
-                for part in "qkv"
-            ]
-            layer += with_biases(inputs, mixer.bias)
-        output = [weight(f"{MIXER}.part.o.weight", f"{attention}.o_proj.weight")]
-        layer += with_biases(output, mixer.bias if mixer.output_bias is None else mixer.output_bias)
-        for part in "qk" if self.qk_norm else "":
-            layer.append(
-                weight(
-                    f"{MIXER}.part.{part}_norm.weight", f"{attention}.{part}_norm.weight", self.gain
-                )
-            )
-        return layer
-
-    def _ffn_weights(self, ffn: Any) -> list[WeightMapping]:
-        projections, mlp = ("gate", "up", "down"), f"{LAYER}.mlp"
-        if ffn.kind == "moe":
-            moe = f"{LAYER}.{self.experts}"
-            layer = [weight(f"{FFN}.part.router.weight", f"{moe}.{self.router}.weight")]
-            for projection, hf_name in zip(projections, self.parts, strict=True):
-                names = " ".join(
-                    f"{moe}.experts.{expert}.{hf_name}.weight" for expert in range(ffn.experts)
-                )
-                layer.append(weight(f"{FFN}.part.experts.{projection}", names, UNSTACKED))
-            return layer
-        if self.fused:
-            both = f"{FFN}.part.gate.weight {FFN}.part.up.weight"
-            down = weight(f"{FFN}.part.down.weight", f"{mlp}.down_proj.weight")
-            return [weight(both, f"{mlp}.gate_up_proj.weight", GATE_UP), down]
-        dense = [
-            weight(f"{FFN}.part.{part}.weight", f"{mlp}.{part}_proj.weight") for part in projections
-        ]
-        return with_biases(dense, ffn.bias)
 
     def architecture(self) -> Architecture:
         read = {*self.features, *(["block.mixer.qk_norm_over"] if self.qk_norm else [])}

@@ -1,6 +1,5 @@
 """T5 (Raffel et al. 2020; v1.1: Shazeer 2020) and Switch Transformer (Fedus et al. 2021): encoder-decoders."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,14 @@ from xscale.convert.hf.architecture import (
     uniform_block,
 )
 from xscale.convert.hf.keys import Keys, keys_from_hf, keys_to_hf
+from xscale.convert.hf.switch import (
+    CAPACITY,
+    SPARSE_NOTES,
+    STACKS,
+    dropless,
+    sparse_rule,
+    sparse_to_hf,
+)
 from xscale.convert.mapping import (
     DUPLICATED,
     IDENTITY,
@@ -32,7 +39,6 @@ from xscale.convert.mapping import (
 from xscale.core.errors import ConfigError
 from xscale.nn.ffn.ffn import GATES, gated_hidden
 
-STACKS = ("encoder", "decoder")
 KEYS: Keys = {
     "d_model": "width",
     "num_layers": "encoder.depth",
@@ -45,8 +51,6 @@ KEYS: Keys = {
     ),
 }
 """Keys with the same value, in both directions."""
-CAPACITY = 1 << 30
-"""Expert capacity in config.json: unlimited."""
 GATED = {
     "geglu": "gated-gelu_python",
     "geglu_tanh": "gated-gelu_new",
@@ -54,16 +58,7 @@ GATED = {
     "swiglu": "gated-silu",
 }
 """Gates: name in xscale -> `feed_forward_proj` of transformers."""
-LOSSES = {"aux_loss_weight": "router_aux_loss_coef", "z_loss_weight": "router_z_loss_coef"}
-"""Weights of a router's losses: name in xscale -> key of config.json."""
 DROPOUT = "dropout: transformers also drops the ffn's hidden units and the last norm's output, and xscale does not"
-SPARSE_NOTES = (
-    "capacity: the logits are compared without it. An export sets expert_capacity so that experts take every token, as "
-    "xscale's do in evaluation; an import drops expert_capacity, and capacity_factor limits experts in training",
-    "router losses: transformers' are means over a stack's layers and xscale's are sums, so the weight of a layer is "
-    "the coefficient divided by the sparse layers of the stack",
-    "jitter: in float32, transformers' also multiplies what the experts read; xscale's only what the router reads",
-)
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ class T5Family:
             ),
         }
         return data | (
-            self._sparse(config, ffn, require) if self.sparse else {"feed_forward_proj": _feed(ffn)}
+            sparse_to_hf(config, ffn, require) if self.sparse else {"feed_forward_proj": _feed(ffn)}
         )
 
     def _block(self, stack: Any, require: Requirements, path: str) -> Any:
@@ -140,67 +135,6 @@ class T5Family:
             require.one_of(f"{path}.ffn.bias", block.ffn.bias, False)
             require.one_of(f"{path}.ffn.gate", block.ffn.gate, *GATED)
         return block
-
-    def _sparse(self, config: Any, dense: Any, require: Requirements) -> Data:
-        mixtures: list[Any] = []
-        data: Data = {"dense_act_fn": ACTIVATIONS[dense.activation], "expert_capacity": CAPACITY}
-        for stack in STACKS:
-            path, blocks = f"model.{stack}.rules", getattr(config, stack)
-            sparse = [
-                layer
-                for layer in range(blocks.depth)
-                if blocks.block_config(layer).ffn.kind == "moe"
-            ]
-            # Without a sparse layer the library makes block 1 sparse, or the only one.
-            expected = _sparse_layers(blocks.depth, len(sparse))
-            if sparse != expected:
-                what = f"blocks {sparse} of {stack} have an MoE ffn, and transformers can only put it into {expected}"
-                require.reject(path, what, "Every second block from 1 would map.")
-            for layer in range(blocks.depth):
-                block = blocks.block_config(layer)
-                require.one_of(path, block.model_copy(update={"ffn": dense}), blocks.block)
-                if block.ffn.kind == "moe":
-                    mixtures.append(block.ffn)
-            data[f"num_sparse_{stack}_layers"] = len(sparse)
-        if any(_without_weights(mixture) != _without_weights(mixtures[0]) for mixture in mixtures):
-            require.reject(
-                "model.decoder.rules", "the MoE ffns differ", "Equal MoE ffns would map."
-            )
-        if not mixtures or require.problems:
-            if not mixtures:
-                require.reject(
-                    "model.encoder.rules", "no block has an MoE ffn", "Architecture t5 would map."
-                )
-            return {}
-        for key in ("aux_loss_weight", "z_loss_weight"):
-            # Their losses pool the layers of a stack, and ours are added.
-            sums = [
-                math.fsum(
-                    getattr(mixture.router, key) for mixture in _mixtures(getattr(config, stack))
-                )
-                for stack in STACKS
-            ]
-            data[LOSSES[key]] = sums[0]
-            if not math.isclose(*sums, rel_tol=1e-6, abs_tol=1e-12):
-                what = f"the sum of {key} over the layers is {sums[0]:g} in the encoder and {sums[1]:g} in the decoder"
-                require.reject(
-                    f"model.decoder.rules.ffn.router.{key}", what, "Equal sums would map."
-                )
-        return data | self._mixture(mixtures[0], dense, require)
-
-    def _mixture(self, moe: Any, dense: Any, require: Requirements) -> Data:
-        path = "model.encoder.rules.ffn"
-        require.one_of(f"{path}.router", moe.router.kind, "switch")
-        require.one_of(f"{path}.expert", moe.expert, dense)
-        require.one_of(f"{path}.shared", moe.shared, None)
-        if require.problems:
-            return {}
-        return {
-            "num_experts": moe.experts,
-            "router_bias": False,
-            "router_dtype": "float32",
-            "router_jitter_noise": moe.router.jitter,
-        }
 
     def from_hf(self, data: Data, require: Requirements) -> Data:
         # T5 does not divide scores by sqrt(head width).
@@ -231,7 +165,7 @@ class T5Family:
             section[stack] = {"block": {**block, "ffn": ffn}}
             if self.sparse:
                 section[stack]["rules"] = (
-                    _sparse_rule(data, depth, data[f"num_sparse_{stack}_layers"], ffn),
+                    sparse_rule(data, depth, data[f"num_sparse_{stack}_layers"], ffn),
                 )
         return keys_from_hf(KEYS, data, section)
 
@@ -356,59 +290,6 @@ def _tied_by_value(section: Data, tensor: Callable[[str], Tensor | None]) -> Dat
 
 def _factor(factor: float) -> Transform:
     return IDENTITY if factor == 1 else scaled(factor)
-
-
-def _sparse_layers(depth: int, count: int) -> list[int]:
-    """Return the layers that the library makes sparse if config.json says that `count` of a stack's `depth` are."""
-    step = depth // count if count else depth
-    return [layer for layer in range(depth) if step == 1 or layer % step == 1]
-
-
-def _sparse_rule(data: Data, depth: int, count: int, ffn: Data) -> Data:
-    """Return the rule that makes these layers mixtures of experts."""
-    layers = _sparse_layers(depth, count)
-    router = {
-        "kind": "switch",
-        "jitter": float(data["router_jitter_noise"]),
-        "balance_over": "sequence",
-        **{key: float(data[hf_key]) / len(layers) for key, hf_key in LOSSES.items()},
-    }
-    moe = {"kind": "moe", "experts": data["num_experts"], "expert": ffn, "router": router}
-    step = depth // count if count else depth
-    return {"every": step, "at": 1 if step > 1 else 0, "ffn": moe}
-
-
-def _mixtures(stack: Any) -> list[Any]:
-    ffns = [stack.block_config(layer).ffn for layer in range(stack.depth)]
-    return [ffn for ffn in ffns if ffn.kind == "moe"]
-
-
-def _without_weights(moe: Any) -> Any:
-    """Return the config of an MoE ffn without the weights of its losses, which differ with the layers of a stack."""
-    if moe.router.kind != "switch":
-        return moe
-    return moe.model_copy(
-        update={"router": moe.router.model_copy(update=dict.fromkeys(LOSSES, 0.0))}
-    )
-
-
-def dropless(config: Any) -> Any:
-    """Return the config without expert capacity, which only limits training micro-batches."""
-    changes = {}
-    for stack in STACKS:
-        blocks = getattr(config, stack)
-        free = {"capacity_factor": None, "eval_capacity_factor": None}
-        rules = tuple(
-            rule.model_copy(update={"ffn": rule.ffn.model_copy(update=free)})
-            if rule.ffn and rule.ffn.kind == "moe"
-            else rule
-            for rule in blocks.rules
-        )
-        block = blocks.block
-        if block.ffn.kind == "moe":
-            block = block.model_copy(update={"ffn": block.ffn.model_copy(update=free)})
-        changes[stack] = blocks.model_copy(update={"rules": rules, "block": block})
-    return config.model_copy(update=changes)
 
 
 def _attention(

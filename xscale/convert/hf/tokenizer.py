@@ -4,11 +4,15 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xscale.checkpoint.load import read_state
+from xscale.convert.hf.tokenizers_library import (
+    convert_bytes,
+    convert_sentencepiece,
+    tokenizer_config,
+)
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import write_atomically
@@ -19,27 +23,22 @@ from xscale.core.files.file_safety import (
     remove_file,
     remove_folder,
 )
-from xscale.core.files.run_files import kind_of, make_run_folder, read_nested_run_file
+from xscale.core.files.run_files import make_run_folder
 from xscale.core.foreign import foreign_errors, quiet_panics, reason
 from xscale.data.config import DataConfig
 from xscale.data.corpus.prepared import open_tokenizer
 from xscale.data.corpus.stored_tokenizer import FOLDER, open_stored_tokenizer, require_fingerprint
 from xscale.data.tokenizer.file_bounds import check_bounds, check_ids, companion_ids
 from xscale.data.tokenizer.huggingface import HuggingFace
-from xscale.data.tokenizer.sentencepiece import FILE, SPACE, SentencePiece
+from xscale.data.tokenizer.sentencepiece import FILE, SentencePiece
 from xscale.data.tokenizer.template import file_with_prefix, template_of_file
-from xscale.data.tokenizer.tokenizer import SPECIAL_TOKENS, Tokenizer, special_tokens
+from xscale.data.tokenizer.tokenizer import Tokenizer
 
 XSCALE_TOKENIZER_FILE = "xscale_tokenizer.json"
 """The tokenizer's config in xscale, for a later import."""
 JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
 TRIALS, PIECES = 200, 12
 """Number of random texts on which both tokenizers are compared, and vocabulary pieces per text."""
-
-ORIGIN, IDS, GENERATION = "transformers", "special_ids.json", "generation_config.json"
-"""A run's subfolder for what is kept of an imported model, and its files: special token ids, generation settings."""
-NULLABLE = ("pad_token_id", "bos_token_id", "eos_token_id")
-ID_KEYS = (*NULLABLE, "sep_token_id", "decoder_start_token_id")
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> list[str]:
@@ -54,9 +53,9 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> list[str]:
         section["file"] = FILE
         if tokenizer.is_foreign:
             return _copy_sentencepiece(tokenizer, section, folder)
-        exported = _sentencepiece(tokenizer)
+        exported = convert_sentencepiece(tokenizer)
     elif config.kind == "byte":
-        exported = _bytes(tokenizer)
+        exported = convert_bytes(tokenizer)
     else:
         return [
             f"tokenizer: not exported, because '{config.kind}' has no counterpart in transformers"
@@ -77,7 +76,9 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> list[str]:
         else exported.to_str()
     )
     (folder / JSON).write_text(text, encoding="utf-8")
-    (folder / CONFIG).write_text(json.dumps(_config(tokenizer), indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(
+        json.dumps(tokenizer_config(tokenizer), indent=2) + "\n", encoding="utf-8"
+    )
     same = TRIALS - ties
     tied = f", {ties} other ids of the same unigram score" if ties else ""
     return [
@@ -183,96 +184,6 @@ def tokenizer_of(checkpoint: Path, data: dict[str, Any]) -> Tokenizer | ConfigEr
     return tokenizer
 
 
-def keep_special_ids(
-    source: Path, config: dict[str, Any], tokenizer: Tokenizer | None, run: Path
-) -> None:
-    """Store the special ids of an imported model's config.json in `run`, and its generation settings, for an export.
-
-    `tokenizer` is the one that was imported with it. ConfigError when the generation settings cannot be read.
-    """
-    run.mkdir(parents=True, exist_ok=True)
-    folder = make_run_folder(run, ORIGIN)
-    ids = {
-        key: config[key]
-        for key in ID_KEYS
-        if key in config and (key in NULLABLE or config[key] is not None)
-    }
-    fingerprint = None if tokenizer is None else tokenizer.fingerprint
-    kept = {"ids": ids, "tokenizer_fingerprint": fingerprint}
-    write_atomically(folder / IDS, json.dumps(kept, indent=1) + "\n")
-    if (source / GENERATION).is_file():
-        write_atomically(
-            folder / GENERATION, json.dumps(_read_json(source / GENERATION), indent=2) + "\n"
-        )
-
-
-@dataclass(frozen=True)
-class SpecialIds:
-    """The special token ids of an imported model."""
-
-    ids: dict[str, Any]
-    """Keys of config.json."""
-    had_tokenizer: bool
-    """Whether its tokenizer was imported with it."""
-
-
-def kept_special_ids(checkpoint: Path) -> SpecialIds | None:
-    """Return the special ids of the imported model that a checkpoint's run began from.
-
-    None: the run was not imported, or it was trained with another tokenizer than the imported one.
-    """
-    file = checkpoint.parent.parent / ORIGIN / IDS
-    if kind_of(file) is None:
-        return None
-    kept = _read_json(file, read_nested_run_file)
-    fingerprint = kept.get("tokenizer_fingerprint")
-    if read_state(checkpoint).get("tokenizer_fingerprint") != fingerprint:
-        return None
-    ids = kept.get("ids", {})
-    if not isinstance(ids, dict):
-        raise ConfigError(
-            str(file), "the file contains no special ids", "Copy it again, or delete it."
-        )
-    return SpecialIds(ids, fingerprint is not None)
-
-
-def export_generation_config(checkpoint: Path, folder: Path, *, same_tokenizer: bool) -> list[str]:
-    """Write the generation settings of the imported model into `folder`; returns messages."""
-    file = checkpoint.parent.parent / ORIGIN / GENERATION
-    if kind_of(file) is None:
-        return []
-    if not same_tokenizer:
-        return [
-            f"{GENERATION}: not exported, because the run was trained with another tokenizer than the imported one"
-        ]
-    text = json.dumps(_read_json(file, read_nested_run_file), indent=2) + "\n"
-    (folder / GENERATION).write_text(text, encoding="utf-8")
-    return []
-
-
-def _read_json(file: Path, read: Callable[[Path], bytes] = read_regular) -> dict[str, Any]:
-    try:
-        content = decode_json(read(file))
-    except (OSError, ValueError) as error:
-        what = f"the file cannot be read: {reason(error)}"
-        raise ConfigError(str(file), what, "Copy it again, or delete it.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(
-            str(file), "the file contains no JSON object", "Copy it again, or delete it."
-        )
-    return content
-
-
-def special_ids(tokenizer: Tokenizer | ConfigError, data: dict[str, Any]) -> dict[str, int]:
-    """Return the special token ids for config.json, of a tokenizer or its config's section; empty: they are unknown."""
-    known: Any = tokenizer
-    if isinstance(tokenizer, ConfigError):
-        # Special ids are always the first ones, except in tokenizer.json files of other libraries.
-        known = Tokenizer if data["tokenizer"]["kind"] != "huggingface" else None
-    named = {"pad": known.pad, "bos": known.bos, "eos": known.eos} if known else {}
-    return {f"{key}_token_id": token for key, token in named.items() if token is not None}
-
-
 def restore_tokenizer(source: Path, run: Path) -> dict[str, Any] | None:
     """Copy the tokenizer that an earlier export wrote to `source` into a run; its config, or None if there is none.
 
@@ -297,94 +208,6 @@ def restore_tokenizer(source: Path, run: Path) -> dict[str, Any] | None:
             str(description), what, "Export the run again, or remove the file."
         ) from None
     return section
-
-
-def _sentencepiece(tokenizer: SentencePiece) -> Any:
-    """Convert a SentencePiece model to the tokenizers library, without normalisation, as xscale trains it."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers
-
-    processor, unk = tokenizer.processor, tokenizer.unk
-    scored = [
-        (processor.IdToPiece(token), processor.GetScore(token))
-        for token in range(tokenizer.vocabulary)
-    ]
-    if tokenizer.config.model == "unigram":
-        model: Any = models.Unigram(scored, unk_id=unk, byte_fallback=True)
-    else:
-        ids = {piece: token for token, (piece, _) in enumerate(scored)}
-        ordinary = [
-            token for token in range(tokenizer.vocabulary) if not _is_special(processor, token)
-        ]
-        merges, unk_token = _merges(scored, ordinary, ids), SPECIAL_TOKENS[unk]
-        model = models.BPE(
-            vocab=ids, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True
-        )
-    exported = tokenizers.Tokenizer(model)
-    exported.normalizer = normalizers.Replace(" ", SPACE)
-    exported.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    return _add_special_tokens(exported, tokenizer)
-
-
-def _merges(
-    scored: list[tuple[str, float]], ordinary: list[int], ids: dict[str, int]
-) -> list[tuple[str, str]]:
-    """Return every pair of pieces that makes another piece, by decreasing score of the merged piece."""
-    known = {scored[token][0] for token in ordinary}
-    merges = []
-    for token in ordinary:
-        piece, score = scored[token]
-        splits = [(piece[:index], piece[index:]) for index in range(1, len(piece))]
-        pairs = [pair for pair in splits if known.issuperset(pair)]
-        merges += [(-score, ids[first], ids[second], first, second) for first, second in pairs]
-    return [(first, second) for *_, first, second in sorted(merges)]
-
-
-def _is_special(processor: Any, token: int) -> bool:
-    return bool(processor.IsControl(token) or processor.IsUnknown(token) or processor.IsByte(token))
-
-
-def _bytes(tokenizer: Tokenizer) -> Any:
-    """Convert the byte tokenizer to a BPE model without merges, whose byte fallback applies to every character."""
-    import tokenizers
-    from tokenizers import decoders, models
-
-    names = special_tokens(len(tokenizer.sentinels))
-    ids = {name: token for token, name in enumerate(names)}
-    ids |= {f"<0x{value:02X}>": tokenizer.encode("\0")[0] + value for value in range(256)}
-    model = models.BPE(
-        vocab=ids, merges=[], unk_token=SPECIAL_TOKENS[tokenizer.unk], byte_fallback=True
-    )
-    exported = tokenizers.Tokenizer(model)
-    exported.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return _add_special_tokens(exported, tokenizer)
-
-
-def _add_special_tokens(exported: Any, tokenizer: Tokenizer) -> Any:
-    from tokenizers import AddedToken
-
-    names = special_tokens(len(tokenizer.sentinels))
-    exported.add_special_tokens(
-        [AddedToken(name, special=True, normalized=False) for name in names]
-    )
-    return exported
-
-
-def _config(tokenizer: Tokenizer) -> dict[str, Any]:
-    names = dict(
-        zip(
-            ("pad_token", "bos_token", "eos_token", "unk_token", "mask_token"),
-            SPECIAL_TOKENS,
-            strict=True,
-        )
-    )
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **names,
-    }
 
 
 def find_mismatches(

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from xscale.core.config import FAMILY_MARK, RENAMED_MARK, Config, PartFamily, Slot
+from xscale.core.config import FAMILY_MARK, RENAMED_MARK, Config, Slot
+from xscale.core.config_problems import PartFamily
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

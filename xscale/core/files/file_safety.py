@@ -16,6 +16,12 @@ FILE_BYTES = 256 << 20
 """Largest file that is read whole, unless its reader says otherwise."""
 JSON_DEPTH = 100
 """Deepest nesting of lists and objects in JSON."""
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_BYTES = 1024
+"""A pointer of Git LFS has fewer bytes (the specification of Git LFS)."""
+JSON_VALUES = 4_000_000
+"""Most values in JSON, about: the largest tokenizers have half of it, and each may take 200 bytes of memory."""
+JSON_BLOCK = 4 << 20
 INTEGER_DIGITS = 20
 """Longest integer in JSON, with its sign: one of 64 bits."""
 
@@ -48,7 +54,8 @@ def check_relative(path: str) -> str:
 
 
 def open_regular(path: Path, *, follow: bool = True) -> io.BufferedReader:
-    """Open a regular file for reading. OSError for a device, a FIFO or a folder, whose readers would wait forever.
+    """Open a regular file for reading. OSError for a device, a FIFO or a folder, whose readers would wait forever,
+    and for a pointer of Git LFS.
 
     Without `follow` a symbolic link is an error too.
     """
@@ -59,10 +66,32 @@ def open_regular(path: Path, *, follow: bool = True) -> io.BufferedReader:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "this is not a regular file", str(path))
+        if _is_lfs_pointer(descriptor):
+            what = "this is a pointer of Git LFS, and `git lfs pull` fetches the file that it stands for"
+            raise OSError(errno.EINVAL, what, str(path))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _is_lfs_pointer(descriptor: int) -> bool:
+    if os.fstat(descriptor).st_size >= LFS_BYTES:
+        return False
+    return os.pread(descriptor, len(LFS_POINTER), 0) == LFS_POINTER
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is a pointer of Git LFS, which stands for a file that was not fetched. OSError."""
+    if not is_regular(path):
+        return False
+    with path.open("rb") as file:
+        return _is_lfs_pointer(file.fileno())
+
+
+def check_readable(path: Path) -> None:
+    """Raise OSError as `open_regular` does, for a file that a library opens."""
+    open_regular(path).close()
 
 
 def read_regular(path: Path, limit: int | None = FILE_BYTES) -> bytes:
@@ -75,11 +104,12 @@ def read_regular(path: Path, limit: int | None = FILE_BYTES) -> bytes:
 
 
 def decode_json(content: bytes | str, *, unique: bool = False, any_integer: bool = False) -> Any:
-    """Decode JSON. ValueError with a clause, also for nesting or integers that no file of ours or a model has.
+    """Decode JSON. ValueError with a clause, also for values, nesting or integers that no file of ours or a model has.
 
     With `unique` a key that an object has twice is an error: readers would differ on what it means. With `any_integer`
     an integer may be larger than 64 bits, as in rows of a corpus, whose other fields nobody reads.
     """
+    _check_values(content)
     try:
         data = json.loads(
             content,
@@ -100,6 +130,39 @@ def _integer_of_64_bits(digits: str) -> int:
     if len(digits) > INTEGER_DIGITS:
         raise ValueError(f"it has an integer of {len(digits)} digits")
     return int(digits)
+
+
+def _check_values(content: bytes | str) -> None:
+    """Raise ValueError where there are more than `JSON_VALUES` values, before any is made."""
+    if _separators(content) <= JSON_VALUES:
+        return
+    # Latin 1 has a letter for each byte, and those of JSON's syntax are ASCII.
+    text = content.decode("latin-1") if isinstance(content, bytes) else content
+    if _separators_outside_texts(text) > JSON_VALUES:
+        raise ValueError(f"it has more than {JSON_VALUES} values")
+
+
+def _separators(content: bytes | str) -> int:
+    if isinstance(content, bytes):
+        return content.count(b",") + content.count(b"[") + content.count(b"{")
+    return content.count(",") + content.count("[") + content.count("{")
+
+
+def _separators_outside_texts(text: str) -> int:
+    """Count them up to about `JSON_VALUES`, a block at a time: a document may have millions of commas within."""
+    count = begin = 0
+    in_text = False
+    while begin < len(text) and count <= JSON_VALUES:
+        end = min(begin + JSON_BLOCK, len(text))
+        # What a backslash escapes is in its block.
+        while end < len(text) and text[end - 1] == "\\":
+            end += 1
+        block = text[begin:end].replace("\\\\", "").replace('\\"', "")
+        pieces = block.split('"')
+        count += _separators("".join(pieces[in_text::2]))
+        in_text ^= len(pieces) % 2 == 0
+        begin = end
+    return count
 
 
 def _check_depth(content: bytes | str, data: Any) -> None:
@@ -182,14 +245,15 @@ def remove_empty_folder(folder: Path, name: str) -> None:
 
 
 def remove_folder(folder: Path, name: str) -> None:
-    """Remove the folder `name` of `folder` with its content, as far as possible; of a symbolic link the link.
+    """Remove the folder `name` of `folder` with its content, as far as possible; what is no folder is removed itself.
 
     ValueError for `..` or a path: nothing outside `folder` can be named.
     """
     _check_entry(name)
     path = folder / name
-    if path.is_symlink():
-        with suppress(OSError):
+    # rmtree opens what it is given: a link would be followed, and a FIFO waited for, for ever.
+    with suppress(OSError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)

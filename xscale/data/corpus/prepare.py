@@ -19,22 +19,11 @@ from xscale.core.files.file_lock import FileLock, LockedError
 from xscale.core.files.file_safety import remove_empty_folder, remove_file, remove_folder
 from xscale.data.config import DataConfig
 from xscale.data.corpus.corpus_state import CorpusState
+from xscale.data.corpus.manifest import MANIFEST
+from xscale.data.corpus.merge_shards import merge_shards, skipped_sentence, unknown_sentence
 from xscale.data.corpus.open_blend import open_blend
-from xscale.data.corpus.prepared import (
-    MANIFEST,
-    PreparedData,
-    open_prepared,
-    open_tokenizer,
-    prepared_folder,
-)
-from xscale.data.corpus.shards import (
-    corpus_hash,
-    merge_shards,
-    plan_shards,
-    prepare_shard,
-    skipped_sentence,
-    unknown_sentence,
-)
+from xscale.data.corpus.prepared import PreparedData, open_prepared, open_tokenizer, prepared_folder
+from xscale.data.corpus.shards import corpus_hash, plan_shards, prepare_shard
 from xscale.data.corpus.stored_tokenizer import require_fingerprint
 from xscale.data.corpus.train_tokenizer import train_tokenizer
 from xscale.data.parallel_map import parallel_map

@@ -7,7 +7,8 @@ from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.core.files.file_safety import check_name, open_regular
 from xscale.data.config import DataConfig
-from xscale.data.corpus.prepared import MANIFEST, DatasetManifest, check_ids
+from xscale.data.corpus.manifest import MANIFEST, DatasetManifest
+from xscale.data.corpus.prepared import check_ids
 from xscale.data.corpus.stored_tokenizer import require_fingerprint
 from xscale.data.indexed import IndexedDataset, suffixed
 from xscale.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer

@@ -146,6 +146,12 @@ def _raise(error: BadDocumentError) -> None:
     raise error
 
 
+def _too_long(file: str, begin: int, limit: int) -> BadDocumentError:
+    what = f"the document that starts at byte {begin} is longer than {limit} bytes"
+    fix = "Split documents in another way, or allow longer ones (`longest`)."
+    return BadDocumentError("longer than `longest`", file, begin, Problem(file, what, fix))
+
+
 def records(
     byte_range: ByteRange,
     delimiter: bytes,
@@ -160,16 +166,9 @@ def records(
     """
 
     def is_short(length: int, begin: int) -> bool:
-        if length <= limit:
-            return True
-        what = f"the document that starts at byte {begin} is longer than {limit} bytes"
-        fix = "Split documents in another way, or allow longer ones (`longest`)."
-        on_bad(
-            BadDocumentError(
-                "longer than `longest`", byte_range.file, begin, Problem(byte_range.file, what, fix)
-            )
-        )
-        return False
+        if length > limit:
+            on_bad(_too_long(byte_range.file, begin, limit))
+        return length <= limit
 
     width = len(delimiter)
     with open_decompressed(byte_range.file) as stream:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -21,14 +20,14 @@ from xscale.nn.attention.ops.block_plan import BlockPlan, TokenMasks, plan_block
 from xscale.nn.attention.ops.block_terms import NAMES, TermPlaces
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
 from xscale.nn.attention.ops.flex import FlexAttention
-from xscale.nn.attention.ops.gathered import (
-    PADDING_DOCUMENT,
-    DocumentMask,
-    InBlockMask,
-    ScoreOptions,
-    gathered_attention,
+from xscale.nn.attention.ops.gathered import ScoreOptions, gathered_attention
+from xscale.nn.attention.ops.in_block_mask import (
+    in_block_mask,
+    pad_blocks,
+    split_blocks,
 )
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.shown_keys import ShownKeys
 from xscale.nn.dims import Dims
 from xscale.nn.pattern.fixed import Fixed
 from xscale.nn.pattern.grid import Grid
@@ -58,6 +57,7 @@ from xscale_kernels.select import choose, log_choice
         documents=True,
         position_dependent=True,
         decode=True,
+        static_decode=True,
     ),
 )
 class BlockSparse(Core):
@@ -92,6 +92,8 @@ class BlockSparse(Core):
         if config.sinks:
             self.declare_sinks(heads)
         self._layouts: dict[tuple[Grid, torch.device], BlockLayout | None] = {}
+        self._shown: dict[int, ShownKeys] = {}
+        """Of caches of a fixed capacity, by it: a step of generation computes no layout."""
         self._plans: dict[tuple[Grid, torch.device, bool], tuple[BlockPlan, TokenMasks]] = {}
 
     @classmethod
@@ -113,6 +115,8 @@ class BlockSparse(Core):
         assert mask.causal or mask.queries == mask.keys, (
             "a pattern over two sequences of different lengths"
         )
+        if mask.last_keys is not None:
+            return self._all_scores(q, k, v, mask)
         dropout = mask.dropout if self.training else 0.0
         grid = self._grid(mask, q.shape[1], 0)
         implementation = self._implementation(q, mask, dropout, grid)
@@ -247,11 +251,13 @@ class BlockSparse(Core):
         size = 1 if single else block
         before = 0 if single else before
         grid = self._grid(mask, q.shape[1], first_row)
-        queries = _split(_pad(q, 2, before, size), 2, size)  # [B, H, rows, Q, K]
-        keys, values = (_split(_pad(x, 2, 0, block), 2, block) for x in (k, v))  # [B, G, N, b, K]
+        queries = split_blocks(pad_blocks(q, 2, before, size), 2, size)  # [B, H, rows, Q, K]
+        keys, values = (
+            split_blocks(pad_blocks(x, 2, 0, block), 2, block) for x in (k, v)
+        )  # [B, G, N, b, K]
         plan, token_masks = self._plan(grid, q.device, single)
         first_query = mask.offset - before
-        block_mask = _in_block_mask(q, mask, block, size, before)
+        block_mask = in_block_mask(q, mask, block, size, before)
         block_mask = replace(block_mask, token_masks=token_masks, first_query=first_query)
         bias = None
         if mask.relative_bias is not None:
@@ -260,8 +266,8 @@ class BlockSparse(Core):
             )
             bias = mask.relative_bias(torch.arange(offsets.start, offsets.stop, device=q.device))
         elif (by_pair := self._bias_by_pair(q, k, mask)) is not None:
-            bias = _pad(_pad(by_pair, 2, before, size), 3, 0, block)
-            bias = _split(_split(bias, 3, block), 2, size)  # [B or 1, H, rows, Q, N, b]
+            bias = pad_blocks(pad_blocks(by_pair, 2, before, size), 3, 0, block)
+            bias = split_blocks(split_blocks(bias, 3, block), 2, size)  # [B or 1, H, rows, Q, N, b]
         seed = int(self.random.integer(1 << 62)) if dropout else 0
         first_head = self.random.offset("heads")
         options = ScoreOptions(q.shape[-1] ** -0.5, self.config.soft_cap, dropout, seed, first_head)
@@ -284,17 +290,7 @@ class BlockSparse(Core):
 
     def _all_scores(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Attend by operators that keep all scores, whose weights a position reads."""
-        first_row = mask.offset // self.config.block
-        grid = self._grid(mask, q.shape[1], first_row)
-        i = mask.offset + torch.arange(mask.queries, device=q.device)
-        j = torch.arange(mask.keys, device=q.device)
-        seen = torch.zeros(1, mask.queries, mask.keys, dtype=torch.bool, device=q.device)
-        for layout, token_mask in self.pattern.masked_layouts(grid):
-            blocks = torch.from_numpy(layout.copy()).to(q.device)[
-                :, i // self.config.block - first_row
-            ]
-            shown = blocks[:, :, j // self.config.block]  # [H or 1, T, S]
-            seen = seen | (shown if token_mask is None else shown & token_mask(i[:, None], j[None]))
+        seen = self._shown_keys(q, mask)
         scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5
         if self.config.soft_cap is not None:
             scores = self.config.soft_cap * torch.tanh(scores / self.config.soft_cap)
@@ -302,6 +298,19 @@ class BlockSparse(Core):
         scores = scores if bias is None else scores + bias.to(scores.dtype)
         hidden = ~seen if mask.allowed is None else ~(seen & mask.allowed.to(q.device))
         return self.mix_values(masked_softmax(scores, hidden, self.sink_logits()), v, mask)
+
+    def _shown_keys(self, q: Tensor, mask: AttentionMask) -> Tensor:
+        """Return the keys that the pattern shows to each query, bool [B or 1, H or 1, T, S]."""
+        if mask.last_keys is None:
+            first_row = mask.offset // self.config.block
+            grid = self._grid(mask, q.shape[1], first_row)
+            queries = mask.offset + torch.arange(mask.queries, device=q.device)[None]
+            return ShownKeys(self.pattern, grid, q.device).of_queries(queries, mask.keys)
+        if mask.keys not in self._shown:
+            every_query = replace(mask, queries=mask.keys, offset=0)
+            grid = self._grid(every_query, q.shape[1], 0)
+            self._shown[mask.keys] = ShownKeys(self.pattern, grid, q.device)
+        return self._shown[mask.keys].of_queries(mask.last_keys, mask.keys)
 
     @staticmethod
     def _bias_by_pair(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor | None:
@@ -370,43 +379,3 @@ class BlockSparse(Core):
             for bucket in plan.buckets
         )
         return 2.0 * blocks * size * self.config.block * head_width
-
-
-def _pad(x: Tensor, dim: int, before: int, multiple: int, value: int = 0) -> Tensor:
-    """Pad `dim` with `before` values at its start, and at its end up to a `multiple`."""
-    after = -(before + x.shape[dim]) % multiple
-    if not before and not after:
-        return x
-    return F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), before, after), value=value)
-
-
-def _split(x: Tensor, dim: int, size: int) -> Tensor:
-    """Split the axis `dim` into two axes, the second of length `size`."""
-    return x.view(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
-
-
-def _in_block_mask(
-    q: Tensor, mask: AttentionMask, block: int, size: int, before: int
-) -> InBlockMask:
-    """Build the mask inside blocks of `size` queries, of which the first `before` are padding."""
-    causal = None
-    if mask.causal:
-        position = (
-            torch.arange(size, device=q.device)
-            if size == block
-            else q.new_full((1,), mask.offset % block)
-        )
-        future = torch.arange(block, device=q.device)[None, :] > position[:, None]  # [Q, b]
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        causal = torch.zeros(future.shape, dtype=dtype, device=q.device).masked_fill_(
-            future, float("-inf")
-        )
-    if mask.query_documents is None:
-        return InBlockMask(causal, 0 if mask.causal else mask.keys % block)
-    assert mask.key_documents is not None
-    queries = _split(_pad(mask.query_documents.long(), 1, before, size), 1, size)
-    keys = _split(_pad(mask.key_documents.long(), 1, 0, block, PADDING_DOCUMENT), 1, block)
-    return InBlockMask(
-        causal,
-        documents=DocumentMask.of(queries, keys, torch.promote_types(q.dtype, torch.float32)),
-    )

@@ -99,8 +99,15 @@ class DepthPass(Module):
 
     key: ClassVar[str]
     """Name of the pass in its stack, and so of its parameters: `stack.halting.weight`."""
+    config_key: ClassVar[str | None] = None
+    """Key below `stack` that chooses it; None: it is called as the pass."""
+    reads_hidden_states: ClassVar[str] = "a pass over the depth reads one"
+    """A clause that says why it needs the hidden states between blocks, for the refusal of residual streams of several
+    tensors; empty: it goes with any stream."""
     used_by_all_blocks: ClassVar[bool] = False
     """Whether every block computes with its parameters, so that each stage of a pipeline has a copy."""
+    has_static_form: ClassVar[bool] = False
+    """Whether a step of generation with it has a static form (`Module.why_not_static`)."""
     has_edges: ClassVar[bool] = False
     """Whether blocks pass on tensors of it beside the hidden states."""
 
@@ -115,6 +122,10 @@ class DepthPass(Module):
     ) -> "DepthPass | Module | None":
         """Return the pass of a stack of this `StackConfig`; None: it has none. What it needs of blocks it sets here."""
         return None
+
+    def why_not_static(self) -> str | None:
+        static = self.has_static_form
+        return None if static else f"the pass '{self.key}' over the depth has no static form"
 
     def start(self, state: DepthState) -> None:
         """Act before the first block."""

@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import KeyNeed, kinds, take
+from xscale.core.requirements import KeyNeed
 from xscale.nn.auxiliary import attach
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, Prediction, SentTensor, StackUse
 from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, numbers_handed_on, with_global_tokens
-from xscale.nn.depth.exits_config import ExitsConfig, check_blocks, check_losses
+from xscale.nn.depth.exits_config import ExitsConfig, check_exits
 from xscale.nn.dims import Dims
 from xscale.nn.head.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
-from xscale.nn.mixer.mixer import hands_on_scores
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.roles import Role, Seams
@@ -52,7 +51,10 @@ class Exit(Module):
 class Exits(DepthPass):
     """The exits of a stack, by the number of their block, and the weights of the losses."""
 
+    reads_progress = True
+
     key = "exits"
+    reads_hidden_states = "an exit reads one"
     seams: ClassVar[Seams] = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,
         "full_sequence": Role.FULL_SEQUENCE,
@@ -77,14 +79,10 @@ class Exits(DepthPass):
         self.causal = dims.causal
         depth = dims.depth
         after = config.after(depth)
-        self.at = nn.ModuleDict(
-            {
-                str(layer): Exit(
-                    norm() if config.norm else None, make_head() if config.head == "own" else None
-                )
-                for layer in after
-            }
-        )
+        self.at = nn.ModuleDict()
+        for layer in after:
+            head = make_head() if config.head == "own" else None
+            self.at[str(layer)] = Exit(norm() if config.norm else None, head)
         self.second: Exit | None = Exit(None, make_head()) if config.second_target else None
         """Predicts the token after the next; None: nothing does, or another pipeline stage."""
         total = sum(layer + 1 for layer in after) + depth
@@ -117,33 +115,7 @@ class Exits(DepthPass):
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
-        exits, where = config.exits, f"{path}.exits"
-        if exits is None:
-            return []
-        refused = _no_exits(config, use)
-        if refused is not None:
-            return [Problem(where, refused, "Take null.")]
-        if dims.depth == 1:
-            return [
-                Problem(
-                    where,
-                    "the model's head follows the only block",
-                    "Take null, or a deeper stack.",
-                )
-            ]
-        problems = [
-            *check_blocks(exits, dims.depth, where),
-            *check_losses(exits, dims.causal, where),
-        ]
-        norm = NORMS.of(config.block.norm)
-        if exits.norm and norm.traits.batch_statistics:
-            what = f"'{norm.name}' collects statistics in every step, and an exit does not see the tokens of every step"
-            norms = kinds(NORMS.able(batch_statistics=False), f"{path}.block.norm")
-            problems.append(Problem(f"{where}.norm", what, choices=take(False) + norms))
-        policy = exits.policy
-        return problems + (
-            [] if policy is None else policy.check(len(exits.after(dims.depth)), f"{where}.policy")
-        )
+        return check_exits(config, dims, path, use)
 
     def replace_heads(self, make_head: Callable[[], Any]) -> None:
         self.per_example = make_head().per_example
@@ -245,18 +217,17 @@ class Exits(DepthPass):
         targets = prediction.targets
         if str(layer) not in self.at or targets is None or tokens.forward.target_weight is None:
             return x
+        part = self.at[str(layer)]
         if not self.is_trained(layer, tokens):
             # The metrics have the same columns in all steps: stages of a pipeline rely on it.
             with torch.no_grad():
-                self._record(
-                    self.at[str(layer)], self.at[str(layer)](x, targets, tokens, prediction), tokens
-                )
+                self._record(part, part(x, targets, tokens, prediction), tokens)
             return x
         read = x if self.config.two_stage is None else x.detach()
-        loss = self.at[str(layer)](read, targets, tokens, prediction)
-        self._record(self.at[str(layer)], loss, tokens)
+        loss = part(read, targets, tokens, prediction)
+        self._record(part, loss, tokens)
         x = attach(x, loss, self.weights[layer] * tokens.forward.target_weight)
-        return self._attach_diversity(self.at[str(layer)], x, tokens, prediction)
+        return self._attach_diversity(part, x, tokens, prediction)
 
     def leaving(self, tokens: Tokens, prediction: Prediction | None) -> EarlyExit | None:
         """Return the state of the tokens of a forward that may leave; None: all blocks are computed for every token."""
@@ -278,16 +249,14 @@ class Exits(DepthPass):
     ) -> None:
         """Let tokens leave after block `layer`, whose output is x [B, M + T, D]."""
         if str(layer) in self.at:
-            logits = self.at[str(layer)](
-                x, None, tokens.with_signals({ONLY_LAST_LOGITS: False}), prediction
-            )
+            logits = self.at[str(layer)](x, None, _with_all_logits(tokens), prediction)
             leaving.observe(layer + 1, logits, tokens, causal=self.causal, shards=self)
 
     def logits(self, x: Tensor, tokens: Tokens, prediction: Prediction) -> Tensor:
         """Return the logits [B, T, V] of tokens that may have left; x [B, M + T, D] is the output of the stack."""
         leaving = tokens.get(EARLY_EXIT)
         assert leaving is not None, "no token can leave"
-        every = tokens.with_signals({ONLY_LAST_LOGITS: False})
+        every = _with_all_logits(tokens)
         return leaving.finish(self.depth, lambda: prediction.head(x, None, every))
 
     def pooled(self, targets: Tensor) -> Tensor | None:
@@ -328,7 +297,7 @@ class Exits(DepthPass):
         earlier = prediction.log_probabilities
         if not alpha or targets is None or tokens.forward.target_weight is None:
             return x
-        every = tokens.with_signals({ONLY_LAST_LOGITS: False})
+        every = _with_all_logits(tokens)
         logits = (
             prediction.head(x, None, every) if part is None else part(x, None, every, prediction)
         )
@@ -390,12 +359,5 @@ def progress_of(tokens: Tokens) -> float:
     return 1.0 if tokens.forward.progress is None else tokens.forward.progress
 
 
-def _no_exits(stack: Any, use: StackUse) -> str | None:
-    """Return why a stack of this `StackConfig` can have no exits; None: it can."""
-    if not use.predicts:
-        return "the model's head does not read the output of this stack alone, and an exit predicts as that head does"
-    if stack.exits.policy is not None and hands_on_scores(stack):
-        return "a token that has left has no attention scores to hand on to the next block"
-    if stack.halting is not None:
-        return "the output is a mean over the blocks in which a token was computed, and an exit would read one block's"
-    return None
+def _with_all_logits(tokens: Tokens) -> Tokens:
+    return tokens.with_signals({ONLY_LAST_LOGITS: False})

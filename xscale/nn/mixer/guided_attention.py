@@ -39,6 +39,8 @@ TokenId = Annotated[int, Field(ge=0)]
     ),
 )
 class GuidedAttention(Attention):
+    reads_progress = True
+
     class Config(Attention.Config):
         patterns: tuple[Pattern, ...] = Field(default=("previous", "first"), min_length=1)
         """Patterns of the first heads of the layer, one each; the other heads are not guided. previous, next: the
@@ -81,20 +83,19 @@ class GuidedAttention(Attention):
             problems.append(Problem(f"{path}.patterns", what, choices=take(earlier)))
         for pattern in ("delimiter", "period"):
             ids = getattr(config, f"{pattern}_ids")
+            where = f"{path}.{pattern}_ids"
             if pattern in config.patterns and not ids:
-                fix = "Give the tokenizer's ids, or leave the pattern out."
-                problems.append(
-                    Problem(
-                        f"{path}.{pattern}_ids", f"the pattern '{pattern}' has no token ids", fix
-                    )
-                )
+                others = [other for other in config.patterns if other != pattern]
+                what, fix = f"the pattern '{pattern}' has no token ids", "Or give the tokenizer's."
+                without = take(others, key=f"{path}.patterns")
+                problems.append(Problem(where, what, fix, choices=without))
             if bad := [index for index in ids if index >= dims.vocabulary]:
-                what = f"{bad[0]} is no token id of a vocabulary of {dims.vocabulary}"
-                problems.append(
-                    Problem(
-                        f"{path}.{pattern}_ids", what, f"Take ids from 0 to {dims.vocabulary - 1}."
-                    )
+                what = (
+                    f"{bad[0]} is no token id of a vocabulary of {dims.vocabulary}, "
+                    f"whose ids are 0 to {dims.vocabulary - 1}"
                 )
+                known = [index for index in ids if index < dims.vocabulary]
+                problems.append(Problem(where, what, choices=take(known)))
         return problems
 
     def attend_input(

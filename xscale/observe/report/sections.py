@@ -7,8 +7,7 @@ from html import escape
 
 import yaml
 
-from xscale.observe.format import duration, metric_words, percentage, printable, quantity
-from xscale.observe.metrics import TASKS
+from xscale.observe.format import duration, html_text, percentage, quantity
 from xscale.observe.record import History, Record
 from xscale.observe.report.chart import Curve, Level, chart, smooth
 from xscale.observe.report.heatmap import heatmap, legend
@@ -20,8 +19,6 @@ STYLES = ("one", "two", "three", "four", "five")
 PHASES = ("data", "forward", "backward", "communicate", "optimizer")
 SMOOTH_FROM = 120
 """Values from which on a line is smoothed."""
-SAMPLES = 20
-"""Newest samples shown; a long run generates thousands."""
 REASONS = {
     "done": "The run is done",
     "stopped": "The run was stopped and can resume",
@@ -52,14 +49,14 @@ def summary(record: Record, history: History) -> str:
     step = end.step if end else (history.steps[-1] if history.steps else 0)
     reason = REASONS[end.reason] if end else "The run has not ended, or its end was not written"
     kind = "lead failed" if end and end.reason == "failed" else "lead"
-    message = f": {escape(printable(end.message))}" if end and end.message else ""
+    message = f": {html_text(end.message)}" if end and end.message else ""
     resumed = (
         ""
         if facts.resumed_from is None
         else f" The last process resumed from step {facts.resumed_from}."
     )
     return (
-        f"<header><h1>{escape(printable(name))}</h1>"
+        f"<header><h1>{html_text(name)}</h1>"
         f'<p class="{kind}">{reason}{message}, at step {step} of {facts.last_step}.{resumed}</p>'
         f'<dl class="figures">{"".join(_figures(record, history))}</dl></header>'
     )
@@ -275,77 +272,6 @@ def attention(record: Record) -> str:
     return f'<div class="layouts">{figures}</div>' if figures else ""
 
 
-def samples(record: Record) -> str:
-    """The newest samples; those of the last step are unfolded."""
-    newest = record.samples[-SAMPLES:][::-1]
-    parts = []
-    for sample in newest:
-        prompt = f'<span class="prompt">{_text(sample.prompt)}</span>' if sample.prompt else ""
-        opened = " open" if sample.step == newest[0].step else ""
-        parts.append(
-            f"<details{opened}><summary>step {sample.step}</summary><pre>{prompt}{_text(sample.text)}</pre></details>"
-        )
-    return "".join(parts)
-
-
-def evaluations(history: History) -> str:
-    """The evaluations as a table."""
-    if not history.evaluations:
-        return ""
-    labelled = dict.fromkeys(
-        name for item in history.evaluations for name in item if name.startswith("eval_")
-    )
-    measures = _MEASURES | {
-        name: metric_words(name.removeprefix("eval_"))
-        for name in labelled
-        if name not in (*_MEASURES, "eval_seconds")
-    }
-    rows = "".join(
-        f'<tr><td class="number">{item["step"]}</td><td class="number">{quantity(item["tokens"])}</td>'
-        + "".join(f'<td class="number">{_cell(item.get(name))}</td>' for name in measures)
-        + "</tr>"
-        for item in history.evaluations
-    )
-    heads = "".join(f"<th>{escape(head)}</th>" for head in ("step", "tokens", *measures.values()))
-    table = f'<div class="wide"><table><tr>{heads}</tr>{rows}</table></div>'
-    return f"<details><summary>evaluations in numbers ({len(history.evaluations)})</summary>{table}</details>"
-
-
-def tasks(history: History) -> str:
-    """The results of tasks as a table: a row for each metric, a column for each evaluation."""
-    names = dict.fromkeys(name for item in history.tasks for name in item if name.startswith(TASKS))
-    metrics = [name for name in names if _metric_of(name) not in names]
-    heads = "".join(f"<th>step {item['step']}</th>" for item in history.tasks)
-    rows = "".join(
-        f"<tr><th>{escape(printable(name.removeprefix(TASKS)))}</th>"
-        + "".join(
-            f'<td class="number">{_cell_with_error(item, name)}</td>' for item in history.tasks
-        )
-        + "</tr>"
-        for name in metrics
-    )
-    return (
-        f'<div class="wide"><table><tr><th></th>{heads}</tr>{rows}</table></div>' if metrics else ""
-    )
-
-
-def _cell_with_error(item: Mapping[str, float | None], name: str) -> str:
-    """Format a metric with its standard error, if it has one."""
-    metric, comma, kept = name.partition(",")
-    error = item.get(f"{metric}_stderr{comma}{kept}")
-    return _cell(item.get(name)) + ("" if error is None else f" ± {error:.2g}")
-
-
-def _metric_of(name: str) -> str:
-    """Return the name of the metric whose standard error `name` may be."""
-    metric, comma, kept = name.partition(",")
-    return f"{metric.removesuffix('_stderr')}{comma}{kept}" if metric.endswith("_stderr") else ""
-
-
-_MEASURES = {"eval_loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
-"""Heads of the columns of every evaluation; metrics of labels follow under their own names."""
-
-
 def setting(record: Record) -> str:
     """Devices, versions and config of the run."""
     facts, end = record.facts, record.end
@@ -365,10 +291,10 @@ def setting(record: Record) -> str:
         *(("note", note) for note in facts.notes),
     ]
     table = "".join(
-        f"<tr><th>{escape(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows
+        f"<tr><th>{escape(name)}</th><td>{html_text(value)}</td></tr>" for name, value in rows
     )
     text: str = yaml.safe_dump(dict(facts.config), sort_keys=False, allow_unicode=True)
-    return f'<div class="wide"><table>{table}</table></div><h3>Resolved config</h3><pre>{_text(text)}</pre>'
+    return f'<div class="wide"><table>{table}</table></div><h3>Resolved config</h3><pre>{html_text(text)}</pre>'
 
 
 def _moment(seconds: float) -> str:
@@ -392,14 +318,6 @@ def checkpoints(record: Record) -> str:
         gone = "" if best in steps else ", whose checkpoint is not there"
         note = f"<p>The best validation is {end.best_bits_per_byte:.4f} bits per byte at step {best}{gone}.</p>"
     return f"<p>Steps: {listed}.</p>{note}"
-
-
-def _text(text: str) -> str:
-    return escape(printable(text))
-
-
-def _cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:.5g}"
 
 
 def _known(value: float | None) -> float:

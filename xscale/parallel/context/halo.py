@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xscale.mesh.collectives import all_to_all
+from xscale.mesh.differentiable_collectives import all_to_all
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.parallel.context.attention import ShardedAttention

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from xscale.mesh.collectives import copy_in, sum_out
+from xscale.mesh.differentiable_collectives import copy_in, sum_out
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.sequence_sharding import TokenShard

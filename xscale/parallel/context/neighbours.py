@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xscale.mesh.collectives import all_to_all
+from xscale.mesh.differentiable_collectives import all_to_all
 from xscale.nn.tokens import Tokens
 from xscale.parallel.context.sequence_sharding import SequenceSharding, TokenShard
 

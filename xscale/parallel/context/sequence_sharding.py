@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xscale.mesh.collectives import gather_in, pad_to_multiple
+from xscale.mesh.collectives import pad_to_multiple
+from xscale.mesh.differentiable_collectives import gather_in
 from xscale.nn.signals import TARGETS, TOKENS
 from xscale.nn.tokens import Tokens
 from xscale.parallel.layout_invariant_random import ShardedRandomNumbers

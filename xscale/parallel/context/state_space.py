@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xscale.mesh.collectives import gather_in
+from xscale.mesh.differentiable_collectives import gather_in
 from xscale.nn.attention.ops.recurrence import Recurrence, advance_state
 from xscale.nn.mixer.s4 import convolve
 from xscale.nn.tokens import Tokens

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xscale.mesh.collectives import all_to_all, pad_to_multiple
+from xscale.mesh.collectives import pad_to_multiple
+from xscale.mesh.differentiable_collectives import all_to_all
 from xscale.nn.attention.core import Core
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.ops.without_padding import attend_text

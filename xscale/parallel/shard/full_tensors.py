@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from xscale.mesh.collectives import all_gather, all_to_all
+from xscale.mesh.collectives import all_gather
+from xscale.mesh.differentiable_collectives import all_to_all
 from xscale.mesh.torch_private import _StridedShard
 from xscale.nn.post_step import WeightWriter
 from xscale.optim.full_tensors import (

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xscale.mesh.collectives import all_gather, copy_in, gather_in, scatter_out, sum_out
+from xscale.mesh.collectives import all_gather
+from xscale.mesh.differentiable_collectives import copy_in, gather_in, scatter_out, sum_out
 from xscale.mesh.torch_private import _is_alias_of
 from xscale.nn.module import Module, substitute
 from xscale.nn.signals import TOKENS

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from xscale.mesh.collectives import copy_in, gather_in, gather_out, sum_out
+from xscale.mesh.differentiable_collectives import copy_in, gather_in, gather_out, sum_out
 from xscale.nn.head.head import Head
 from xscale.nn.linear import Embedding, Linear
 from xscale.nn.module import substitute

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.mesh.collectives import all_gather, sum_out
+from xscale.mesh.collectives import all_gather
+from xscale.mesh.differentiable_collectives import sum_out
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.parallel.shard.region import TensorRegion
 from xscale_kernels.cross_entropy import LossTerms

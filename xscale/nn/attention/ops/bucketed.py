@@ -194,17 +194,23 @@ def tile_places(queries: int, keys: int, window: int) -> int:
     return (chunks + (queries - chunks) // per_tile) * per_tile
 
 
+def _buckets_of_documents(
+    query_buckets: Tensor, key_buckets: Tensor, mask: AttentionMask
+) -> tuple[Tensor, Tensor]:
+    """Number the buckets so that each document has buckets of its own."""
+    if mask.key_documents is None:
+        return query_buckets, key_buckets
+    assert mask.query_documents is not None
+    count = int(torch.maximum(query_buckets.max(), key_buckets.max())) + 1
+    queries = query_buckets + mask.query_documents[:, None].to(query_buckets.dtype) * count
+    return queries, key_buckets + mask.key_documents[:, None].to(key_buckets.dtype) * count
+
+
 def tile_buckets(
     query_buckets: Tensor, key_buckets: Tensor, window: int, mask: AttentionMask
 ) -> BucketTiles:
     """Arrange queries with buckets [B, H, T] and keys with buckets [B, H, S], which documents keep apart."""
-    if mask.key_documents is not None:
-        assert mask.query_documents is not None
-        count = int(torch.maximum(query_buckets.max(), key_buckets.max())) + 1
-        query_buckets = (
-            query_buckets + mask.query_documents[:, None].to(query_buckets.dtype) * count
-        )
-        key_buckets = key_buckets + mask.key_documents[:, None].to(key_buckets.dtype) * count
+    query_buckets, key_buckets = _buckets_of_documents(query_buckets, key_buckets, mask)
     length, device = mask.keys, key_buckets.device
     window = min(window, length)
     per_tile = -(-window // 2)

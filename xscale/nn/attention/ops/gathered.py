@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from xscale.nn.attention.ops.bias import Bias, RelativeBias, ScoreBias
-from xscale.nn.attention.ops.block_plan import BlockPlan, TokenMasks, UnitChunk
+from xscale.nn.attention.ops.block_plan import BlockPlan, UnitChunk
 from xscale.nn.attention.ops.block_terms import BlockTerms, TermPlaces
+from xscale.nn.attention.ops.in_block_mask import InBlockMask
 from xscale.nn.compiling.eager import eager
 from xscale.nn.random import hash63, hashed_dropout
 from xscale_kernels.attention_sinks import BINARY, add_sinks, gradient_of_sinks
@@ -25,75 +26,6 @@ CHUNK_SCORES = 3 << 16
 """Scores of a chunk on a CPU: few enough to stay in its cache between passes over them."""
 CHUNK_SCORES_CUDA = 1 << 27
 LOG2E = math.log2(math.e)
-PADDING_DOCUMENT = torch.iinfo(torch.int64).min
-"""Document of the keys that pad the last block; no query is in it."""
-
-
-@dataclass(frozen=True)
-class DocumentMask:
-    """Mask by document: a query sees the keys of its own document only."""
-
-    queries: Tensor
-    """[B, rows, Q]."""
-    keys: Tensor
-    """[B, columns, b]."""
-
-    codes: tuple[Tensor, Tensor] | None = None
-    """Queries' and keys' documents as numbers so far apart that the square of a difference is infinite."""
-
-    @classmethod
-    @eager
-    def of(cls, queries: Tensor, keys: Tensor, accumulate_dtype: torch.dtype) -> "DocumentMask":
-        """Build the mask; on a CPU, where a masked fill is slow, with `codes` if exact in `accumulate_dtype`.
-
-        Not compiled: torch.compile would compile it anew for each number of documents.
-        """
-        if queries.is_cuda:
-            return cls(queries, keys)
-        known = keys[keys != PADDING_DOCUMENT]
-        low = min(int(queries.min()), int(known.min())) if known.numel() else 0
-        high = max(int(queries.max()), int(known.max())) if known.numel() else 0
-        if (high - low + 1) * torch.finfo(accumulate_dtype).eps > 1:
-            return cls(queries, keys)
-        far = torch.finfo(accumulate_dtype).max ** 0.75
-        codes = tuple(
-            (x - low).masked_fill(x == PADDING_DOCUMENT, -1).to(accumulate_dtype).mul_(far)
-            for x in (queries, keys)
-        )
-        return cls(queries, keys, (codes[0], codes[1]))
-
-    def hide(self, scores: Tensor, chunk: UnitChunk) -> None:
-        """Set scores of a chunk [U, Q, d*b] to -inf where query and key are in different documents."""
-        batch, columns = chunk.batch[:, None], chunk.columns
-        queries, keys = self.queries[chunk.batch, chunk.rows], self.keys[batch, columns].flatten(1)
-        first = queries[:, :1]
-        # A GPU hides nothing faster than the host learns that there is nothing to hide.
-        if not queries.is_cuda and bool((queries == first).all()) and bool((keys == first).all()):
-            return
-        if self.codes is None:
-            scores.masked_fill_(queries[:, :, None] != keys[:, None, :], float("-inf"))
-            return
-        query_codes, key_codes = self.codes
-        difference = (
-            query_codes[chunk.batch, chunk.rows][:, :, None]
-            - key_codes[batch, columns].flatten(1)[:, None, :]
-        )
-        scores.addcmul_(difference, difference, value=-1)
-
-
-@dataclass(frozen=True)
-class InBlockMask:
-    """Masks inside the blocks of the layout, besides the plan's tiles."""
-
-    causal: Tensor | None = None
-    """Float [Q, b], -inf where masked: the causal mask inside a unit's last key block, which is its own."""
-    tail: int = 0
-    """Keys of the last key block that are not padding; 0: all of them."""
-    documents: DocumentMask | None = None
-    token_masks: TokenMasks = ()
-    """Evaluated at each call, for queries that are not whole blocks of the plan."""
-    first_query: int = 0
-    """Position of the first query, for `token_masks`."""
 
 
 @dataclass(frozen=True)

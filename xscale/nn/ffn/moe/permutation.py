@@ -41,6 +41,13 @@ class DispatchPlan:
     """[N, k] int64: the rows of each token, where all have k of them; None: to be sorted for."""
 
 
+def _inverse(permutation: Tensor) -> Tensor:
+    """The inverse of a permutation [M], without sorting."""
+    inverse = torch.empty_like(permutation)
+    inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
+    return inverse
+
+
 def plan_dispatch(
     routing: Routing,
     experts: int,
@@ -91,10 +98,7 @@ def plan_dispatch(
         order, kept = order[dropped_last], kept[dropped_last]
     token_rows = None
     if fixed_shapes and routing.all_tokens:
-        # The inverse of a known permutation: nothing is sorted again.
-        rows = torch.empty_like(order)
-        rows[order] = torch.arange(len(order), device=order.device)
-        token_rows = rows.view(routing.k, tokens).t().contiguous()
+        token_rows = _inverse(order).view(routing.k, tokens).t().contiguous()
     weights = routing.weight[order]
     return DispatchPlan(
         tokens=token[order],

@@ -5,17 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from xscale.cli.complete import complete_recipe, one_of
+from xscale.cli.bench.runs import bench_checkpoint, bench_memory, bench_train
+from xscale.cli.complete import one_of
 from xscale.cli.group import Group
-from xscale.cli.options import (
-    CommandWithSettings,
-    ConfigFile,
-    Json,
-    Overrides,
-    Record,
-    read_config,
-    readable,
-)
+from xscale.cli.options import CommandWithSettings, Json, Record
 from xscale.core.errors import ConfigError
 from xscale.core.paths import path
 
@@ -187,6 +180,9 @@ def bench_decode(
     tokens: Annotated[int, typer.Option(help="Generated tokens.")] = 128,
     device: Device = "cpu",
     dtype: Dtype = "float32",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Also time steps by torch.compile; a minute on a CPU.")
+    ] = False,
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 7,
     json: Json = False,
     record: Record = None,
@@ -199,133 +195,13 @@ def bench_decode(
     sizes = DecodeSizes(
         width, hidden, depth, heads, kv_heads, experts, top_k, vocabulary, prompt, tokens
     )
-    bench(only or [], sizes, BenchDevice.of(device, dtype), rounds, as_json=json, record=record)
+    on = BenchDevice.of(device, dtype)
+    bench(only or [], sizes, on, rounds, compiled=compile, as_json=json, record=record)
 
 
-@bench_app.command("checkpoint")
-def bench_checkpoint(
-    folder: Annotated[
-        Path,
-        typer.Option(
-            help="A folder on the disk to measure; the files written there are deleted.",
-            parser=path,
-        ),
-    ] = Path(),
-    megabytes: Annotated[int, typer.Option(min=1, help="Size of the state.")] = 512,
-    repeats: Annotated[int, typer.Option(min=1, help="Saves of each kind.")] = 5,
-    device: Annotated[str, typer.Option(help="Device of the state: cpu or cuda.")] = "cpu",
-    boxes: Annotated[
-        int, typer.Option(min=0, help="Boxes of the first save's plan; 0: no plan.")
-    ] = 30_000,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="Train this config or recipe instead, and print its step times through its saves.",
-            callback=readable,
-            autocompletion=complete_recipe,
-            parser=path,
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of that run.")] = 60,
-    every: Annotated[int, typer.Option(help="Its steps between two saves.")] = 20,
-    json: Json = False,
-) -> None:
-    """Measure how long training waits for a checkpoint: synchronous against asynchronous, with and without hashing.
-
-    And how long the ranks of a large run wait for the plan of its first save. With --config: the trace of step times.
-    """
-    from dataclasses import asdict
-
-    if config is not None:
-        _bench_trace(config, steps, every, as_json=json)
-        return
-
-    from xscale.bench.checkpoint import first_plan, show, show_plan, stall
-
-    if not folder.is_dir():
-        raise ConfigError("--folder", f"folder {folder} does not exist", "Give an existing folder.")
-    stalls = stall(folder, megabytes=megabytes, repeats=repeats, device=device)
-    plan = first_plan(boxes, repeats) if boxes else None
-    if json:
-        import json as text
-
-        print(text.dumps({**asdict(stalls), "first_plan": None if plan is None else asdict(plan)}))
-        return
-    print(show(stalls))
-    if plan is not None:
-        print(show_plan(plan))
-
-
-def _bench_trace(config: Path, steps: int, every: int, *, as_json: bool) -> None:
-    from dataclasses import asdict
-    from json import dumps
-
-    from xscale.bench.checkpoint_trace import show_trace, trace_steps
-
-    recipe, _ = read_config(config, [])
-    if problems := recipe.check(1):
-        raise ConfigError(problems)
-    trace = trace_steps(recipe, steps, every)
-    print(dumps(asdict(trace)) if as_json else show_trace(trace, every))
-
-
-@bench_app.command("memory", cls=CommandWithSettings)
-def bench_memory(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    recompute: Annotated[bool, typer.Option("--recompute", help="With recomputation too.")] = False,
-    json: Json = False,
-) -> None:
-    """Measure the peak memory of two training steps on one device beside the prediction of `xscale plan`."""
-    from dataclasses import asdict
-    from json import dumps
-
-    from xscale.bench.memory import compare_memory, show
-
-    variants = {
-        "as configured": [],
-        **({"recomputation": ["parallel.recompute.every=1"]} if recompute else {}),
-    }
-    comparisons = []
-    for name, changes in variants.items():
-        recipe, _ = read_config(config, [*(overrides or []), *changes])
-        if problems := recipe.check(1):
-            raise ConfigError(problems)
-        comparisons.append((name, compare_memory(recipe)))
-    print(dumps({name: asdict(row) for name, row in comparisons}) if json else show(comparisons))
-
-
-@bench_app.command("train", cls=CommandWithSettings)
-def bench_train(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(help="Timed steps of each side.")] = 12,
-    side: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A side, several times: xscale, 'plain PyTorch', transformers ...; default: all."
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="On a GPU, write a trace of two steps of xscale here.", parser=path),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Benchmark a training step against plain PyTorch, transformers, balanced routing and an MoE's dense equivalent."""
-    recipe, _ = read_config(config, overrides)
-    from xscale.bench.train import bench_train as run
-    from xscale.bench.train import format_result
-
-    if problems := recipe.check(1):
-        raise ConfigError(problems)
-    result = run(recipe, steps, side or [], profile=profile)
-    if json:
-        import json as text
-
-        print(text.dumps(result))
-        return
-    print(format_result(result))
+bench_app.command("checkpoint")(bench_checkpoint)
+bench_app.command("memory", cls=CommandWithSettings)(bench_memory)
+bench_app.command("train", cls=CommandWithSettings)(bench_train)
 
 
 @bench_app.command("moe")
