@@ -16,10 +16,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tests.bounds import bounded
 from tests.distributed import Pool
 from tests.faults.dying import save_step, tensors
-from tests.faults.planted_entries import KINDS
 from xscale.checkpoint.errors import consensus
 from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.checkpoint.index import decode_index
@@ -31,10 +29,8 @@ from xscale.convert.hf.special_ids import IDS, ORIGIN, kept_special_ids
 from xscale.convert.hf.tokenizer import restore_tokenizer
 from xscale.core.errors import ConfigError, FaultError
 from xscale.core.files.file_safety import (
-    JSON_VALUES,
     check_name,
     check_relative,
-    decode_json,
     remove_file,
     remove_folder,
 )
@@ -44,7 +40,6 @@ from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.sentencepiece import SentencePiece
 from xscale.observe import record
 from xscale.run.run_folder import read_config, run_name
-from xscale_launch import files
 
 TOUCHED = "touched"
 
@@ -347,33 +342,6 @@ def test_a_key_that_occurs_twice_is_refused(tmp_path: Path, name: str) -> None:
         loaded(path)
 
 
-MANY = JSON_VALUES // 2 + 10
-VALUES: dict[str, tuple[str, bool]] = {
-    "objects": ("[" + "{}," * MANY + "1]", False),
-    "lists": ("[" + "[]," * MANY + "1]", False),
-    "numbers": ("[" + "1," * 2 * MANY + "1]", False),
-    "keys": ("{" + '"a":1,' * 2 * MANY + '"b":1}', False),
-    "a text of commas": ('{"a": "' + ",[{" * MANY + '"}', True),
-    "a text of commas and quotes": ('{"a": "' + '\\",' * 2 * MANY + '"}', True),
-    "texts across the blocks": ("[" + ('"' + "," * 999_983 + '\\\\",') * 30 + "1]", True),
-    "short keys": ("{" + '"":1,' * 5 * MANY + '"b":1}', False),
-    "a text without an end": ('{"a": "' + "," * 3 * MANY, False),
-}
-"""JSON of millions of separators -> whether it is read: those within a text make no values."""
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_json_of_millions_of_values_is_refused_before_they_are_made(name: str) -> None:
-    content, is_read = VALUES[name]
-    for form in (content, content.encode()):
-        with bounded():
-            if is_read:
-                assert decode_json(form)
-            else:
-                with pytest.raises(ValueError, match=r"it has more than 4000000 values|Unterminated"):
-                    decode_json(form)
-
-
 SPECIAL: dict[str, Callable[[Path], None]] = {
     "a pipe": os.mkfifo,
     "a device": lambda path: path.symlink_to("/dev/zero"),
@@ -406,26 +374,3 @@ def test_no_reader_waits_for_a_pipe_or_reads_a_device(tmp_path: Path, reader: st
     if reader.startswith("Megatron"):
         pytest.importorskip("megatron.core")
     pool.run(read_special, 1, reader, tmp_path, special, timeout_seconds=120)
-
-
-@pytest.mark.parametrize("remove", [remove_folder, files.remove_folder], ids=["xscale", "launcher"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_removal_waits_for_nothing(
-    kind: Callable[[Path, Path], None], remove: Callable[[Path, str], None], tmp_path: Path, limit_seconds: None
-) -> None:
-    """Whatever stands where a folder is removed, it is gone, and what it names is there."""
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("mine")
-    kind(tmp_path / "entry", tmp_path)
-    remove(tmp_path, "entry")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
-    remove(tmp_path, "entry")
-
-
-def test_a_removal_of_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "other")
-    remove_folder(tmp_path, "link")
-    assert (tmp_path / "other" / "file").exists()
-    assert not (tmp_path / "link").exists()

@@ -105,9 +105,7 @@ def generate(
     """
     from xscale.generate.generate_text import generate_text
 
-    if text is not None and prompt is not None:
-        raise ConfigError("--prompt", "the prompt is given twice", "Leave out the option.")
-    prompt = text if text is not None else "import " if prompt is None else prompt
+    prompt = _prompt(text, prompt)
     sampling = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p, "--seed": seed}
     sampling["--repetition-penalty"] = repetition_penalty
     _check_search(
@@ -118,7 +116,7 @@ def generate(
     write(
         generate_text(
             checkpoint_to_read(run, step, strict),
-            sys.stdin.read() if prompt == "-" else prompt,
+            prompt,
             tokens,
             0.8 if temperature is None else temperature,
             40 if top_k is None else top_k or None,
@@ -137,6 +135,14 @@ def generate(
             say=say_aside,
         )
     )
+
+
+def _prompt(text: str | None, option: str | None) -> str:
+    """The prompt that the argument or the option gives, or standard input where it is `-`."""
+    if text is not None and option is not None:
+        raise ConfigError("--prompt", "the prompt is given twice", "Leave out the option.")
+    prompt = text if text is not None else "import " if option is None else option
+    return sys.stdin.read() if prompt == "-" else prompt
 
 
 def _check_search(beams: int, sampling: Mapping[str, object], search: Mapping[str, object]) -> None:

@@ -74,7 +74,7 @@ def init(
     ] = None,
 ) -> None:
     """Write a recipe as one commented YAML file to edit. A file that exists is not overwritten."""
-    from xscale.commands.show.recipes import init as run
+    from xscale.commands.show.recipe_file import init as run
 
     run(recipe, out)
 

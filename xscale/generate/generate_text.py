@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from xscale.objective.fill_in_middle import FillInMiddle
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.parallel.plan import DTYPES
 from xscale.parallel.precision import precision
-from xscale.run.load_run import load_run
+from xscale.run.load_run import LoadedRun, load_run
 from xscale.run.run_data import special_tokens_of
 from xscale.settings.settings import Settings
 
@@ -52,17 +52,12 @@ def generate_text(
     `Decoding`. `say` is told the step, and how tokens are computed."""
     decoding = Decoding(cache, compile, say)
     decoding.check()
-    loaded = load_run(folder, plugins=plugins, ema=ema)
-    say(f"{folder}: step {loaded.step}")
+    loaded = _load(folder, plugins, ema, say)
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
-    _require_decoder(settings, folder)
-    _cast_and_lay_out(loaded.model, settings)
-    data, device = settings.data, loaded.mesh.device
+    device = loaded.mesh.device
     window, longest = _lengths(settings, has_source=traits.source)
-    objective: Objective = OBJECTIVES.build(
-        settings.objective, special_tokens_of(tokenizer), data.source_length, settings.run.seed
-    )
+    objective = _objective(settings, tokenizer)
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
     source = None
     if traits.source:
@@ -74,16 +69,14 @@ def generate_text(
         if isinstance(objective, Disco):
             _refuse_beams(beams)
             _refuse_static(decoding, "the model writes all tokens at once, without steps")
-            assert source is not None, "it is for models with a source"
-            longest = min(tokens, data.target_length)
-            return tokenizer.decode(decode_in_parallel(loaded.model, source, objective, longest))
+            return _written_at_once(loaded, source, objective, tokens)
         shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
         shared["prefix"] = OBJECTIVES.of(settings.objective).traits.prefix
         if beams > 1:
             _refuse_static(decoding, "beam search reads all tokens of its hypotheses at each step")
             shared |= {"length_penalty": length_penalty, "penalty_form": penalty_form}
-            hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, **shared)
-            written = list(hypotheses[0].ids)
+            best, *_ = beam_search(loaded.model, ids, tokens, beams=beams, **shared)
+            written = list(best.ids)
         else:
             sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
             sampling |= {"top_p": top_p, "repetition_penalty": repetition_penalty}
@@ -92,6 +85,35 @@ def generate_text(
             written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
     text = tokenizer.decode(written)
     return text if traits.source or suffix is not None else prompt + text
+
+
+def _load(folder: Path, plugins: bool, ema: bool, say: Callable[[str], None]) -> LoadedRun:
+    """The run's model, ready to generate, and its step said."""
+    loaded = load_run(folder, plugins=plugins, ema=ema)
+    say(f"{folder}: step {loaded.step}")
+    _require_decoder(loaded.settings, folder)
+    _cast_and_lay_out(loaded.model, loaded.settings)
+    return loaded
+
+
+def _objective(settings: Settings, tokenizer: Tokenizer) -> Objective:
+    objective: Objective = OBJECTIVES.build(
+        settings.objective,
+        special_tokens_of(tokenizer),
+        settings.data.source_length,
+        settings.run.seed,
+    )
+    return objective
+
+
+def _written_at_once(
+    loaded: LoadedRun, source: Tensor | None, objective: Disco, tokens: int
+) -> str:
+    """What a model that writes all tokens at once makes of the source."""
+    assert source is not None, "it is for models with a source"
+    longest = min(tokens, loaded.settings.data.target_length)
+    ids = decode_in_parallel(loaded.model, source, objective, longest)
+    return loaded.tokenizer.decode(ids)
 
 
 def _require_decoder(settings: Settings, folder: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import AppendFile, atomic_write
@@ -191,7 +191,7 @@ def _is_kept(line: bytes, cut: Cut) -> bool:
     return bool(item["step"] < cut.step) or not any(column in item for column in cut.repeated)
 
 
-def _lines(file: BufferedReader) -> Iterator[tuple[bytes, int]]:
+def _lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """Yield each line with its size in bytes. One that no run wrote is empty: a file may be one line of gigabytes."""
     while line := file.readline(LINE_BYTES):
         size, last = len(line), line

@@ -95,7 +95,6 @@ def set_up(
         raise ConfigError(problems + of_data)
     mesh = _mesh_of(settings, rank_info)
     require_shared(Consensus(mesh.background), Path(settings.run.dir), "run.dir")
-    device, degrees = mesh.device, mesh.degrees
     adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
     corpus = with_caller_samples(settings, corpus, samples)
@@ -108,7 +107,7 @@ def set_up(
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
     applied = padding_note(tokenizer) + attention_backends.sentences(
-        device, dropout=draws_dropout(model)
+        mesh.device, dropout=draws_dropout(model)
     )
     draw_weights = not resumes or not _has_checkpoint(settings, mesh)
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
@@ -132,22 +131,14 @@ def set_up(
         parameters=parameters,
         applied=tuple(applied),
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
-        stepper=Stepper(
-            engine,
-            objective,
-            device,
-            repeats=degrees.tp * degrees.pp,
-            graphs=_graphs(settings, model, objective, engine, device),
-        ),
+        stepper=_stepper(settings, model, objective, engine, mesh),
         training=micro_batches(corpus.train),
         validation=None if held_out is None else micro_batches(held_out),
-        eval_sequences=0
-        if held_out is None
-        else evaluation_sequences(len(held_out.data), settings.train.eval_sequences),
-        token_bytes=torch.from_numpy(tokenizer.byte_lengths()).to(device),
+        eval_sequences=_eval_sequences(settings, held_out),
+        token_bytes=torch.from_numpy(tokenizer.byte_lengths()).to(mesh.device),
         model_size=counted,
         flops_per_sample=flops,
-        peak=peak_flops(device, plan.compute),
+        peak=peak_flops(mesh.device, plan.compute),
         has_weights=draw_weights,
     )
 
@@ -245,6 +236,21 @@ def make_engine(
         kernel_choices=settings.kernels,
         ema=None if decay is None else ExponentialMovingAverage(model, trained, decay),
     )
+
+
+def _stepper(
+    settings: Settings, model: nn.Module, objective: Objective, engine: Engine, mesh: Mesh
+) -> Stepper:
+    graphs = _graphs(settings, model, objective, engine, mesh.device)
+    repeats = mesh.degrees.tp * mesh.degrees.pp
+    return Stepper(engine, objective, mesh.device, repeats=repeats, graphs=graphs)
+
+
+def _eval_sequences(settings: Settings, held_out: Any) -> int:
+    """Sequences of an evaluation; 0 where no text is held out."""
+    if held_out is None:
+        return 0
+    return evaluation_sequences(len(held_out.data), settings.train.eval_sequences)
 
 
 def _graphs(
