@@ -11,9 +11,9 @@ import pytest
 
 from tests.bounds import listing
 from tests.train.tiny import recipe, run
-from xscale.cli.file_errors import OF_THE_DISK, PLACES, file_sentence
 from xscale.cli.main import main
 from xscale.core.errors import EXIT_FAULT, EXIT_USER
+from xscale.core.files.file_errors import OF_THE_DISK, PLACES, file_sentence
 
 
 @pytest.fixture(scope="module")

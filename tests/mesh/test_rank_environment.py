@@ -1,6 +1,7 @@
 """Ranks that cannot be are refused in a sentence; rank 0 says which are missing, and who holds the store stays."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -15,7 +16,13 @@ from xscale.cli.main import main
 from xscale.cli.options import rank_from_launcher as start_as_rank
 from xscale.core.errors import EXIT_USER, ConfigError, FaultError
 from xscale.mesh import rendezvous
-from xscale.mesh.environment import RankInfo, check_rendezvous, read_rank_info, why_ranks_are_missing
+from xscale.mesh.environment import (
+    RankInfo,
+    bound_mlflow_attempts,
+    check_rendezvous,
+    read_rank_info,
+    why_ranks_are_missing,
+)
 from xscale.mesh.rendezvous import (
     announce_leaving,
     attempt_store,
@@ -130,6 +137,20 @@ def test_the_program_refuses_ranks_without_a_place_to_meet(
     assert len(lines) == 1
     assert lines[0].startswith("xscale (rank 0): MASTER_ADDR and MASTER_PORT: are not set")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("said", [None, "9"])
+def test_a_server_of_mlflow_that_does_not_answer_holds_no_step_for_minutes(
+    said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the environment says stays."""
+    names = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
+    for name in names:
+        # Set first, so that what is set in between is taken away behind it.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name) if said is None else monkeypatch.setenv(name, said)
+    bound_mlflow_attempts()
+    assert [os.environ[name] for name in names] == (["2", "10"] if said is None else ["9", "9"])
 
 
 one_per_task = partial(slurm_ranks, processes=1)

@@ -1,6 +1,5 @@
 """The observer for MLflow, against a stand-in for the package: nothing here reaches a network."""
 
-import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -151,20 +150,6 @@ def test_a_row_that_failed_in_the_background_is_sent_again(
     (run,) = package.runs.values()
     assert sorted(number for number, _ in run["metrics"]) == list(range(1, rows + 1))
     assert observer.backlog.missing == 0
-
-
-@pytest.mark.parametrize("said", [None, "9"])
-def test_a_server_that_does_not_answer_holds_no_step_for_minutes(
-    said: str | None, package: Stand, facts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the environment says stays."""
-    names = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
-    for name in names:
-        # Set first, so that what is set in between is taken away behind it.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name) if said is None else monkeypatch.setenv(name, said)
-    Mlflow(tmp_path, "lab", None).start(facts())
-    assert [os.environ[name] for name in names] == (["2", "10"] if said is None else ["9", "9"])
 
 
 def test_rows_that_no_server_took_are_said_to_be_missing(

@@ -17,7 +17,6 @@ from xscale.cli.checkpoint import checkpoint_app
 from xscale.cli.complete import LauncherCommand, complete_doctor, complete_launch, of_option
 from xscale.cli.data import data_app
 from xscale.cli.evaluate import evaluate
-from xscale.cli.file_errors import OF_THE_DISK, file_sentence
 from xscale.cli.generate import generate
 from xscale.cli.group import Group
 from xscale.cli.options import CommandWithSettings
@@ -35,6 +34,7 @@ from xscale.core.errors import (
     NoticeWarning,
     Problem,
 )
+from xscale.core.files.file_errors import OF_THE_DISK, file_sentence
 from xscale.core.key_words.renamed import RenamedWarning
 from xscale.core.version import __version__
 

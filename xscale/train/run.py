@@ -20,7 +20,7 @@ from xscale.evaluate.tasks import require_tasks
 from xscale.generate.generate import encode_prompts
 from xscale.mesh.collectives import barrier
 from xscale.mesh.consensus import Consensus
-from xscale.mesh.environment import RankInfo, read_rank_info
+from xscale.mesh.environment import RankInfo, bound_mlflow_attempts, read_rank_info
 from xscale.mesh.mesh import leaving_process_group
 from xscale.nn.module import draws_dropout
 from xscale.observe import EndReport, Observer
@@ -252,6 +252,8 @@ def _run(
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)
     Consensus(parts.mesh.background).on_rank0(folder, lambda: _write_begin(parts, folder, resumed))
+    if settings.observe.mlflow:
+        bound_mlflow_attempts()
     observer: Observer = make_observers(settings.observe, folder) if is_rank0 else Observer()
     artifacts = CompileArtifacts(folder, parts.mesh, enabled=settings.parallel.compile)
     resumed.messages.extend(artifacts.load())

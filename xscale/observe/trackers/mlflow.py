@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from xscale.core.compose import leaves
-from xscale.mesh.environment import bound_mlflow_attempts
 from xscale.observe.events import EndReport, RunFacts
 from xscale.observe.tracker import Tracker
 
@@ -41,7 +40,6 @@ class Mlflow(Tracker):
 
     def start(self, facts: RunFacts) -> None:
         self._facts = facts
-        bound_mlflow_attempts()
         self._package = importlib.import_module("mlflow")
         config = dict(facts.config)
         # Three entries, each of which is tried again by itself: parameters cannot be sent twice.
