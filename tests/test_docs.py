@@ -92,7 +92,7 @@ def shortened(command: str, text: str = "xscale/core, xscale/nn") -> str:
     small = "" if " compare " in command else " data.tokenizer.vocabulary=1024"
     if " bench " in command:
         words.append("--steps=1")
-    if "finetune" in command:
+    if "finetune" in command or "_of_classes" in command:
         # Its texts have labels, and length and tokenizer are those of the run that it begins with.
         source, small, words = "", "", [word for word in words if "sequence_length" not in word]
     if " ladder " in command:
