@@ -68,7 +68,8 @@ class GrowingDecoder:
         prefix: bool,
         device: torch.device,
     ) -> None:
-        self.model, self.source, self.policy, self.prefix = model, source, policy, prefix
+        self.model, self.source = model, source
+        self.policy, self.prefix = policy, prefix
         # A pipeline rank has only some of the blocks, and all ranks must make the same decision.
         all_incremental = sum_scalars([float(not incremental(model))], device)[0] == 0
         self.cache: dict[str, Any] | None = {} if all_incremental else None
@@ -108,14 +109,15 @@ class StaticDecoder:
         """`capacity`: tokens of the longest sample, with its prompt. `source`: tokens of an encoder-decoder. `prefix`:
         whether the tokens of a prompt see each other in both directions."""
         assert not list(why_not_static(model)), "parts of the model have no static form"
-        self.model, self.source, self.compiled, self.prefix = model, source, compiled, prefix
+        self.model, self.source = model, source
+        self.compiled, self.prefix = compiled, prefix
         # A row of one key would be an attention without a mask.
         self.cache = static_cache(model, max(capacity, 2))
         self._run: Callable[[], Any] | None = None
         self._begins = True
         self.captures = any(parameter.is_cuda for parameter in model.parameters())
         """Whether steps are a CUDA graph."""
-        self.ids = self.positions = torch.empty(0)
+        self.ids = self.next_positions = torch.empty(0)
 
     def begin(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Read prompts [B, T]; return the logits [B, V] of the tokens behind them.
@@ -133,10 +135,10 @@ class StaticDecoder:
         else:
             logits = logits.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, logits.shape[2]))
         if self._run is None:
-            self.ids, self.positions = torch.zeros_like(ids[:, :1]), lengths[:, None].clone()
+            self.ids, self.next_positions = torch.zeros_like(ids[:, :1]), lengths[:, None].clone()
         else:
             # What was captured reads these buffers.
-            self.positions.copy_(lengths[:, None])
+            self.next_positions.copy_(lengths[:, None])
         return logits[:, -1]
 
     def step(self, ids: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ class StaticDecoder:
         if self._run is None:
             self._run = self._prepare()
         logits: Tensor = self._run()
-        self.positions.add_(1)
+        self.next_positions.add_(1)
         return logits[:, -1]
 
     def next_logits(self, ids: Tensor) -> Tensor:
@@ -175,7 +177,7 @@ class StaticDecoder:
     def _compute(self) -> Tensor:
         # The compiler traces no default factory of a dataclass that is a class of ours.
         shared, forward = SharedValues(), Forward(cache=self.cache)
-        tokens = Tokens(self.ids, self.positions, forward=forward, shared_values=shared)
+        tokens = Tokens(self.ids, self.next_positions, forward=forward, shared_values=shared)
         tokens = tokens.with_signals({ONLY_LAST_LOGITS: True})
         logits: Tensor = self.model(tokens, None, self.source)
         return logits

@@ -16,7 +16,7 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import take
 from xscale.nn.axes import Axis
 from xscale.nn.module import Module, seams_of, substitute
-from xscale.nn.random import Make, RandomNumbers, Shape
+from xscale.nn.random import RandomNumbers
 from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig
@@ -60,9 +60,7 @@ class NoDraws(RandomNumbers):
         )
         return ConfigError(KEY, what, "Leave it out, or set dropout and noise to 0.")
 
-    def draw(
-        self, make: Make, shape: Shape, dims: tuple[Axis, ...], tokens: Tokens | None = None
-    ) -> Tensor:
+    def draw(self, *arguments: Any, **named: Any) -> Tensor:
         raise self._refuse()
 
     def integer(self, high: int, device: torch.device | str = "cpu") -> Tensor:

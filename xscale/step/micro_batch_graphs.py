@@ -41,7 +41,8 @@ class MicroBatchGraphs:
         backward: Callable[[Tensor], None],
     ) -> None:
         """`loss` is that of the objective, `backward` that of the engine."""
-        self.model, self.loss, self.backward = model, loss, backward
+        self.model = model
+        self.loss, self.backward = loss, backward
         self.captured: dict[tuple[object, ...], CapturedMicroBatch] = {}
 
     def compute(self, batch: Batch, divisor: float) -> Tensor:
