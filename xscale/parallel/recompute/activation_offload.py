@@ -31,6 +31,10 @@ class HostCopy:
         self.returning: Tensor | None = None
         """The copy on its way back to the device; None: it has not begun."""
 
+    def stand_for(self, x: Tensor) -> None:
+        """Say that it is the copy of x, as a block reads it."""
+        self.source, self.requires_grad = weakref.ref(x), x.requires_grad
+
 
 class ActivationOffload:
     """Copies of the inputs of a model's recomputed blocks in CPU memory, until their backward."""
@@ -74,7 +78,7 @@ class ActivationOffload:
         # A tensor that is gone may have had the same id.
         if copy is None or copy.source is None or copy.source() is not x:
             copy = self._copies[id(x)] = self.copy_out(x.detach())
-            copy.source, copy.requires_grad = weakref.ref(x), x.requires_grad
+            copy.stand_for(x)
         return copy
 
     @torch.no_grad()
