@@ -137,7 +137,6 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/data/source/jsonl.py: .write_text": CORPUS,
         "xscale/data/source/labelled.py: .write_text": CORPUS,
         "xscale/data/source/labelled.py: .open": CORPUS,
-        "xscale/data/source/listing.py: .open": CORPUS,
         "xscale/data/source/pairs.py: .write_text": CORPUS,
         "xscale/data/source/pairs.py: .open": CORPUS,
         "xscale/data/source/text.py: .write_text": CORPUS,

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from xscale.core.errors import ConfigError
-from xscale.core.files.file_safety import remove_file
+from xscale.core.files.file_safety import make_private_file, remove_file
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.rendezvous import names_of
 
@@ -60,5 +60,5 @@ def _write_mark(folder: Path) -> str:
     """Write a file that no other process knows of, and return its name."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / f".shared-{uuid.uuid4().hex}"
-    mark.touch(exist_ok=False)
+    make_private_file(mark, b"")
     return mark.name
