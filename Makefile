@@ -17,6 +17,8 @@ VENV ?= .venv
 PROCESSES ?= 2
 # Test files that run side by side: many wait for processes and timeouts, so three keep two cores busy.
 JOBS ?= 3
+# Each nightly run draws random layouts of its own, and a failure names the seed.
+LAYOUT_SEED ?= $(shell date +%s)
 BIN := $(VENV)/bin
 # Hundreds of tests start a process: it should not compile the sources anew where the environment forbids to keep them.
 export PYTHONDONTWRITEBYTECODE :=
@@ -36,7 +38,8 @@ test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "long and not nightly and not slurm and not gpu and not disk" $(ARGS)
 
 test-nightly: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "nightly and not slurm and not gpu and not disk" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "nightly and not slurm and not gpu and not disk" \
+		--layout-seed $(LAYOUT_SEED) $(ARGS)
 
 test-cluster: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slurm tests/slurm $(ARGS)

@@ -176,8 +176,9 @@ def xformers_page() -> str:
         "recipe `configs/xformer/<id>.yaml`: `xscale train bigbird` trains it as it stands, on the source code of "
         "Python's standard library. `xscale train bigbird --print-config` shows every key.",
         "",
-        "The directions are traits of the [parts](parts.md) that a recipe uses: whether they can be causal (C), "
-        "bidirectional (B), and attend from one sequence to another (X).",
+        "The directions are the models in which a variant loads: a decoder (C), an encoder (B), and the decoder of an "
+        "encoder-decoder, which attends to the source (X). [Variants and objectives](objectives.md) says which trains "
+        "with which objective.",
         "",
     ]
     for kind in dict.fromkeys(row.kind for row in table):

@@ -1,6 +1,7 @@
 """Fixtures of every test: one thread a process, the pool of ranks, and a printed reason where a GPU is missing."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -83,6 +84,18 @@ def mpirun() -> str:
     program = shutil.which("mpirun") or beside
     assert program is not None
     return program
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Freeze the tests and their modules, millions of objects: each collection of garbage would walk through them."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

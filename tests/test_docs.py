@@ -136,6 +136,44 @@ def test_the_commands_of_a_page_run(checkout: Path, page: Path) -> None:
         assert done.returncode == 0, f"{shortened(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
+def python_blocks(page: Path) -> list[str]:
+    """The page's blocks of Python that are no files."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+WITH_PYTHON = [page for page in PAGES if page.parent.name == "how-to" and python_blocks(page)]
+"""Other pages quote the code."""
+BY_DOWNLOAD = ("lm_eval",)
+"""Packages whose functions download: of a block that imports them, what it imports of xscale is imported."""
+
+
+def program_of(page: Path) -> str:
+    """The page's blocks in order as one program, its recipes shortened."""
+    lines = []
+    for block in python_blocks(page):
+        if any(f"import {package}" in block for package in BY_DOWNLOAD):
+            compile(block, str(page), "exec")
+            block = "\n".join(re.findall(r"^from xscale.* import .*$", block, re.MULTILINE))
+        lines.append(block)
+    short = [*SHORT, "data.source={kind: text, paths: [xscale/core, xscale/nn]}"]
+    return re.sub(r'\["train\.steps=\d+"', repr(short)[:-1], "\n".join(lines))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs(checkout: Path, page: Path) -> None:
+    """As a reader copies it, block after block."""
+    (checkout / "blocks.py").write_text(program_of(page), encoding="utf-8")
+    done = start("python blocks.py", checkout)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_pages_with_python_are_found() -> None:
+    """Negative control."""
+    assert {page.name for page in WITH_PYTHON} >= {"python.md", "new-attention.md", "evaluate.md"}
+    assert "train.batch_size=2" in program_of(ROOT / "docs/how-to/python.md")
+
+
 def test_the_home_page_leads_to_every_page() -> None:
     """And to no page that is there after `make docs` alone."""
     home = (ROOT / "docs/index.md").read_text(encoding="utf-8")

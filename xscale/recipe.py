@@ -10,12 +10,13 @@ from xscale.core.config import decode, encode
 from xscale.core.config_keys.override_path import is_index
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.plugins import import_plugins, plugin_names
+from xscale.core.requirements import at_most, take
 from xscale.core.yaml_writer import flow_text
 from xscale.mesh import axes
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.position import POSITIONS
 from xscale.optim.schedule import fitting_warmup
-from xscale.requirements.check import check
+from xscale.requirements.check import check, unsolved
 from xscale.requirements.model import model_fits_itself
 from xscale.requirements.unchosen import name_unchosen
 from xscale.settings.settings import Settings
@@ -34,17 +35,18 @@ class Recipe(Settings):
         """
         return check(self, world, invalid)
 
+    def is_valid(self, world: int = 1) -> bool:
+        """Whether `check` lists no problem on `world` ranks. It is quicker: nothing is tried for advice."""
+        return not unsolved(self, world)
+
     def warnings(self) -> list[Problem]:
         """List values that are possible and seldom meant."""
         problems: list[Problem] = []
         steps, warmup = self.train.steps, self.schedule.warmup_steps
         if warmup >= steps > 1:
             what = f"the warm-up of {warmup} steps is not shorter than train.steps={steps}: the rate only rises"
-            problems.append(
-                Problem(
-                    "schedule.warmup_steps", what, f"Take at most {steps - 1}, or train for longer."
-                )
-            )
+            longer = take(2 * warmup, key="train.steps")
+            problems.append(at_most("schedule.warmup_steps", what, steps - 1, *longer))
         problems += _unused_position(self)
         if self.optimizer.lr == 0:
             problems.append(Problem("optimizer.lr", "the learning rate is 0: no weight changes"))
@@ -69,13 +71,8 @@ def _unused_position(settings: Settings) -> list[Problem]:
         return []
     kinds = ", ".join(dict.fromkeys(f"'{mixer.kind}'" for mixer in mixers))
     what = f"'{position.kind}' acts inside attention, and the model has none ({kinds}): it has no effect"
-    return [
-        Problem(
-            "model.position",
-            what,
-            "Take one that acts on the embeddings: learned or sinusoidal; or none.",
-        )
-    ]
+    on_embeddings = take("learned", "sinusoidal", "none")
+    return [Problem("model.position", what, choices=on_embeddings)]
 
 
 def read(file: Path, overrides: list[str]) -> tuple[Recipe, Composed]:

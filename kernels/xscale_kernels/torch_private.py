@@ -75,11 +75,11 @@ def calls_directly(x: torch.Tensor) -> bool:
     True on a CPU if neither autograd nor the compiler, a dispatch mode or a subclass of Tensor has to see the call.
     """
     return (
-        not torch.is_grad_enabled()
+        not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and x.is_cpu
         and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.compiler.is_compiling()
     )
 
 

@@ -33,6 +33,10 @@ def check_config(config: str, overrides: Sequence[str]) -> Path:
     folder `configs`, a path in it is that of a file that comes with xscale.
     """
     path = _recipe(config) or _shipped_file(config) or expand(config)
+    if (path / "config.yaml").is_file():
+        raise LaunchError(
+            f"{config} is the folder of a run, and no config; {path / 'config.yaml'} is its config, which resumes it"
+        )
     if not path.is_file():
         files = [file.name for file in path.parent.glob("*.yaml")]
         near = [

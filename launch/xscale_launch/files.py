@@ -136,13 +136,14 @@ def remove_file(folder: Path, name: str) -> None:
 
 
 def remove_folder(folder: Path, name: str) -> None:
-    """Remove the folder `name` of `folder` with its content, as far as possible; of a symbolic link the link."""
+    """Remove the folder `name` of `folder` with its content, as far as possible; a link or FIFO is removed itself."""
     path = _entry(folder, name)
-    if path.is_symlink():
-        with suppress(OSError):
+    # rmtree opens what it is given: a link would be followed, and a FIFO waited for, for ever.
+    with suppress(OSError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _entry(folder: Path, name: str) -> Path:

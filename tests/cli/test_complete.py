@@ -1,6 +1,7 @@
 """Shell completion: recipes, overrides, config keys and runs; in bash as a user has it, and without torch."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -152,6 +153,46 @@ def offered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     both = capsys.readouterr()
     assert (done.value.code, both.err) == (0, "")
     return both.out.split()
+
+
+JOINED: dict[str, tuple[str, list[str]]] = {
+    "a value": ("plan quickstart --device=h1", ["--device=h100"]),
+    "no letter of it yet": ("generate runs/first --penalty-form=", ["--penalty-form=wu", "--penalty-form=power"]),
+    "of the launcher": ("launch mpi --work=p", ["--work=prepare"]),
+    "a path": ("init quickstart --out=x", []),
+    "an override": ("plan quickstart optimizer.kind=l", ["optimizer.kind=lion"]),
+    "an entry of a list": (
+        "train quickstart 'model.stack.rules[0].ev",
+        ["model.stack.rules[0].every=", "model.stack.rules[0].every=1"],
+    ),
+    "a verb of a group": ("checkpoint ver", ["verify"]),
+    "a verb of the launcher": ("launch lo", ["local", "logs"]),
+}
+"""Words that zsh and fish do not split at `=` -> what stands for the whole word."""
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+@pytest.mark.parametrize(("line", "expected"), JOINED.values(), ids=JOINED)
+def test_other_shells_are_offered_whole_words(
+    line: str, expected: list[str], shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", f"xscale {line}")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    monkeypatch.setenv("_XSCALE_COMPLETE", f"complete_{shell}")
+    monkeypatch.setattr(sys, "argv", ["xscale"])
+    with pytest.raises(SystemExit) as done:
+        main(partial(app, prog_name="xscale"))
+    both = capsys.readouterr()
+    assert (done.value.code, both.err) == (0, "")
+    if shell == "fish":
+        words = [line.partition("\t")[0] for line in both.out.splitlines() if line]
+    else:
+        # In zsh `compset` takes the option off the word that candidates are compared with.
+        taken_off, _, offers = both.out.rpartition("; ")
+        option = f"{line.rpartition(' ')[2].partition('=')[0]}=" if taken_off == "compset -P '*='" else ""
+        assert offers.startswith("_arguments '*: :((" if expected else "_files")
+        words = [f"{option}{word}" for word in re.findall(r'[("\n]"?"([^":]+)"', offers)]
+    assert words == expected
 
 
 @pytest.mark.parametrize(("line", "expected"), OPTIONS.values(), ids=OPTIONS)

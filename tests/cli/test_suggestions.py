@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from xscale.cli.main import app
+from xscale.cli.main import app, main
 from xscale.commands.show.recipes import FAMOUS, config_file, run_recipes
 from xscale.core.errors import ConfigError
 
@@ -29,6 +29,16 @@ TYPED = {
         "unknown key for source 'stdlib'. It is a key of jsonl, labelled, pairs, parquet, text: choose one, as by "
         "data.source.kind=jsonl.",
     ),
+    "a file of texts": (
+        "train quickstart data.path=x.txt",
+        "data.path (command line): unknown key. Write 'data.source={kind: text, paths: [FILES]}'",
+    ),
+    "a file of the source": ("train quickstart data.source.path=x.txt", "unknown key. Write 'data.source={kind: text"),
+    "files": ("train quickstart data.files=[x.txt]", "unknown key. Write 'data.source={kind: text, paths: [FILES]}'"),
+    "paths of the data": ("train quickstart data.paths=[x.txt]", "Write 'data.source={kind: text, paths: [FILES]}'"),
+    "a file alone": ("train quickstart path=x.txt", "Write 'data.source={kind: text, paths: [FILES]}'"),
+    "a path elsewhere": ("train quickstart data.tokenizer.path=x.model", "Did you mean 'data.tokenizer.file'?"),
+    "a file that is none": ("train mine.yaml", "The folder . has no YAML file."),
     "a key of another ffn": ("train quickstart model.stack.block.ffn.experts=4", "It is a key of moe: choose one"),
     "the config as an option": (
         "train --config quickstart",
@@ -52,7 +62,10 @@ TYPED = {
     "Qwen": ("train qwen", "The recipe 'dense_7b' has LLaMA 2's 7B shape"),
     "nanoGPT": ("train nanoGPT", "The recipe 'small' is"),
     "a path without its folder": ("train configs/quickstart.yaml", "Did you mean 'quickstart' (without .yaml)?"),
+    "list a recipe": ("list bytes", "It is a recipe: `xscale explain KEY bytes` says"),
+    "list what is none": ("list finished", "no family, part or variant. Families: model"),
     "explain a recipe": ("explain bytes", "It is a recipe: `xscale explain KEY bytes` says where it has a key"),
+    "explain an option's word": ("explain data.path", "Write 'data.source={kind: text, paths: [FILES]}'"),
     "explain what is no key": ("explain unfinished", "`xscale explain` lists the sections of a config."),
     "explain the beginning of a key": ("explain warmup", "Did you mean schedule.warmup_steps?"),
     "explain a word of others": ("explain fsdp", "Write parallel.zero.stage=3."),
@@ -61,7 +74,8 @@ TYPED = {
 
 
 @pytest.mark.parametrize("name", TYPED)
-def test_what_is_advised(name: str) -> None:
+def test_what_is_advised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     typed, advice = TYPED[name]
     found = CliRunner().invoke(app, typed.split())
     assert isinstance(found.exception, ConfigError), found.output
@@ -83,6 +97,34 @@ def test_a_folder_is_no_config(command: str, tmp_path: Path, monkeypatch: pytest
         assert "this is a folder, and no config" in str(found.exception)
         assert advice in str(found.exception)
     assert config_file("quickstart") == run_recipes()["quickstart"], "the recipe, whatever folders there are"
+
+
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [
+        ("compare", "It has a run. Give a file as those of configs/compare: "),
+        ("ladder", "It has a run. Give a file as those of configs/ladder: bytes."),
+        ("check-part", "this is a folder, and no module. Give one of its files: mine.py."),
+        ("launch local", "is the folder of a run, and no config; "),
+        ("launch slurm", "its config, which resumes it"),
+    ],
+)
+def test_the_folder_of_a_run_is_none_of_other_files(
+    command: str,
+    advice: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    for name in ("config.yaml", "mine.py"):
+        (tmp_path / "a" / name).touch()
+    monkeypatch.setattr("sys.argv", ["xscale", *command.split(), "a"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert advice in capsys.readouterr().err
 
 
 def test_the_value_of_an_option_is_no_option() -> None:

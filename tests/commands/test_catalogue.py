@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from tests.conformance.made import ready
 from xscale.cli.main import main
-from xscale.commands.show import catalogue, list_parts, recipes
+from xscale.commands.show import catalogue, list_parts, modes, recipes
 from xscale.core import compose
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
 from xscale.core.yaml_reader import parse
+from xscale.nn.ffn.moe.router.router import ROUTERS
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
 from xscale.recipe import Recipe, read
@@ -75,6 +76,30 @@ def test_a_recipe_is_valid_and_headed_by_what_it_is(file: Path) -> None:
     )
     assert lines[2].lower().startswith(f"# {flags}. differs from the paper: ")
     assert not lines[3].startswith("#")
+
+
+@pytest.mark.long
+def test_the_rows_claim_the_modes_in_which_they_load() -> None:
+    assert modes.TABLE.read_text(encoding="utf-8") == modes.drawn(), "run: python -m xscale.commands.show.modes --write"
+
+
+@pytest.mark.parametrize(
+    ("id", "loads"),
+    [
+        ("bigbird", ["bidirectional"]),
+        ("sortcut-sinkhorn", ["bidirectional"]),
+        ("yoso", ["bidirectional"]),
+        ("guided-attention-loss", ["bidirectional"]),
+        ("deberta-disentangled", ["bidirectional"]),
+        ("rfa-gate", ["causal"]),
+        ("base-layers", ["causal", "bidirectional", "cross"]),
+        ("clm-objective", ["causal"]),
+    ],
+)
+def test_a_mode_that_the_config_refuses_is_not_claimed(id: str, loads: list[str]) -> None:
+    assert modes.found(FOLDER / f"{id}.yaml") == loads
+    row = catalogue.row(id)
+    assert [mode for mode in modes.BASES if getattr(row, mode)] == loads
 
 
 def test_list_prints_an_object_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,7 +258,9 @@ def logits_before(model: nn.Module, ids: Tensor, cut: int, *, source: bool) -> T
 def test_a_causal_recipe_does_not_leak_in_training(file: Path) -> None:
     recipe = recipe_of(file)
     traits = MODELS.of(recipe.model).traits
-    if not (traits.causal and catalogue.row(file.stem).causal):
+    parts = catalogue.parts_of(recipe)
+    routers = [ROUTERS.get(name).traits for family, name in parts if family == "router"]
+    if not (traits.causal and catalogue.row(file.stem).causal and all(router.causal for router in routers)):
         return
     model = ready(MODELS.build(recipe.model, VOCABULARY, LENGTH)).train()
     # One sample: the places in an expert go to the earlier tokens of the micro-batch, which another sample may have.

@@ -101,6 +101,16 @@ def test_a_run_refuses_a_cheat_in_a_sentence(name: str, folder: Path) -> None:
     assert f"xscale check-part {module}" in problem.advice
 
 
+def test_the_command_that_a_refusal_prints_finds_the_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the command was started above the config."""
+    (folder / "configs").mkdir()
+    write(folder / "configs", "mine_below", LEAK)
+    (folder / "configs/mine.yaml").write_text("use: [run/bytes]\nplugins: [mine_below]\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        read_and_check(compose(folder / "configs/mine.yaml", []))
+    assert "`xscale check-part configs/mine_below.py` runs" in str(refused.value)
+
+
 def test_a_module_beside_the_config_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the command starts elsewhere; and one that is nowhere is a sentence that says where to put it."""
     (folder / "elsewhere").mkdir()

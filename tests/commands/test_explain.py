@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -310,6 +311,9 @@ def test_where_a_recipe_has_a_key_is_printed_with_its_value(capsys: pytest.Captu
         ("xyzzy", "`xscale explain` lists the sections"),
         ("", "`xscale explain` lists the sections"),
         ("..", "`xscale explain` lists the sections"),
+        (".", "`xscale explain` lists the sections"),
+        ("=", "`xscale explain` lists the sections"),
+        ("rules[x].every", "Did you mean model.stack.rules[].every?"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(
@@ -323,6 +327,58 @@ def test_an_unknown_key_is_refused_with_the_nearest(
     assert output.out == ""
     assert "there is no such config key" in output.err
     assert suggestion in output.err
+
+
+def test_the_folder_of_a_run_is_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.yaml").write_text("optimizer: {kind: lion, lr: 0.25}\n", encoding="utf-8")
+    said = {}
+    for words in (["optimizer.lr", "mine"], ["mine"]):
+        monkeypatch.setattr("sys.argv", ["xscale", "explain", *words])
+        with pytest.raises(SystemExit):
+            main()
+        said[len(words)] = "".join(capsys.readouterr())
+    assert said[2].endswith("in mine:\n  optimizer.lr=0.25\n")
+    assert "It is a run: `xscale explain KEY mine` says where its config has a key." in said[1]
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        ("moe.capacity_factor=2", "moe.capacity_factor"),
+        ("optimizer.lr=", "optimizer.lr"),
+        ("optimizer.", "optimizer"),
+        ("model.stack.rules[0].ffn", "model.stack.rules[].ffn"),
+        ("model.stack.rules.0.ffn.kind", "model.stack.rules[].ffn"),
+        ("model.stack.rules[*].ffn.kind=moe", "model.stack.rules[].ffn"),
+        ("rules[1].every=2", "rules.every"),
+        ("optimizer.ns_coefficients[0]", "optimizer.ns_coefficients"),
+    ],
+)
+def test_what_an_override_or_a_message_has_is_explained(
+    typed: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key with a value, with the index of an entry, and as completion leaves it."""
+    assert printed(capsys, typed) == printed(capsys, key)
+
+
+def test_an_entry_that_is_named_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    rules = "model.stack.rules=[{every: 2, ffn: {kind: moe, experts: 4}}, {every: 3, ffn: {kind: moe, experts: 8}}]"
+    recipe = compose(config_file("bytes"), [rules])
+    shown = {}
+    for query in ("rules[1].ffn.experts", "model.stack.rules.1.ffn.experts=2", "model.stack.rules[*].ffn.experts"):
+        explain(query, recipe, "bytes")
+        shown[query] = capsys.readouterr().out.partition("in bytes:\n")[2].splitlines()
+    second = "  'model.stack.rules[1].ffn.experts=8'"
+    # As an override of all it has the value of the first.
+    assert list(shown.values()) == [
+        [second],
+        [second],
+        ["  'model.stack.rules[0].ffn.experts=4'", second, "  all of them: moe.experts=4"],
+    ]
 
 
 def test_explain_imports_no_torch() -> None:

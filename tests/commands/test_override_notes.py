@@ -28,9 +28,24 @@ FFN = "model.stack.block.ffn"
         (
             ["model.stack.rules[0].ffn.kind=dense", "schedule.kind=constant"],
             [
-                "overrides change model.stack.rules[0].ffn from moe to dense; schedule from cosine to constant: "
-                "8.92M parameters become 3.67M"
+                "overrides change model.stack.rules[0].ffn from moe to dense: 8.92M parameters become 3.67M",
+                "overrides change schedule from cosine to constant",
             ],
+        ),
+        (
+            ["data.source={kind: text, paths: [a.txt]}", "model.width=128"],
+            ["overrides change data.source from stdlib to text"],
+        ),
+        (
+            [f"{FFN}.kind=dense", "model.width=128"],
+            [
+                f"overrides change {FFN} from gated to dense; with the other overrides of the model 8.92M parameters "
+                "become 4.13M"
+            ],
+        ),
+        (
+            ["data.tokenizer.kind=byte"],
+            ["overrides change data.tokenizer from sentencepiece to byte: 8.92M parameters become 7.97M"],
         ),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import xscale
 from tests.commands.test_catalogue import MISSING
 from xscale.cli.main import main
-from xscale.commands.show import list_parts, recipes
+from xscale.commands.show import init_config, list_parts, recipes
 from xscale.commands.show.explain import config_keys
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError
@@ -108,7 +108,7 @@ def test_the_file_that_init_writes_is_the_recipe(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    recipes.init(name, None)
+    init_config.init(name, None)
     assert os.listdir() == [f"{name}.yaml"]
     written, composed = read(Path(f"{name}.yaml"), [])
     original, _ = read(recipes.recipe_named(name), [])
@@ -124,13 +124,13 @@ def test_the_file_that_init_writes_is_the_recipe(
 
 
 def test_init_gives_the_file_a_run_of_its_name(tmp_path: Path) -> None:
-    recipes.init("quickstart", tmp_path / "my_first.yaml")
+    init_config.init("quickstart", tmp_path / "my_first.yaml")
     written, _ = read(tmp_path / "my_first.yaml", [])
     assert written.run.dir == "runs/my_first", "runs/quickstart may have a run, which would be resumed"
 
 
 def test_every_key_has_its_sentence(tmp_path: Path) -> None:
-    recipes.init("quickstart", tmp_path / "mine.yaml")
+    init_config.init("quickstart", tmp_path / "mine.yaml")
     lines = (tmp_path / "mine.yaml").read_text(encoding="utf-8").splitlines()
     keys = [number for number, line in enumerate(lines) if re.match(r" *(- )?\w+:", line)]
     assert len(keys) > 50

@@ -11,11 +11,12 @@ import pytest
 from xscale.core.moved_modules import MOVES, MovedModules
 
 OLD = sorted(MovedModules().moved)
+BELOW_OLD = tuple(f"{old}." for old in OLD)
 
 
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    for name in [name for name in sys.modules if any(name == old or name.startswith(f"{old}.") for old in OLD)]:
+    for name in [name for name in sys.modules if f"{name}.".startswith(BELOW_OLD)]:
         del sys.modules[name]
 
 

@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,20 @@ def quick_path(tmp_path: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="faults-", dir=MEMORY))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def limit_seconds() -> Iterator[None]:
+    """End a test that hangs, before the watchdog of a run ends the process of the tests."""
+
+    def hangs(*_: Any) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(500)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 CASES = pytest.StashKey[dict[str, int]]()

@@ -51,3 +51,6 @@ def device(path: Path, outside: Path) -> None:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))
     except PermissionError as error:
         pytest.skip(f"a device needs root: {error}")
+
+
+KINDS = (link_to_file, link_to_folder, dangling_link, fifo, folder, file, unix_socket, device)

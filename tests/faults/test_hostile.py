@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.distributed import Pool
 from tests.faults.dying import save_step, tensors
+from tests.faults.planted_entries import KINDS
 from xscale.checkpoint.errors import consensus
 from xscale.checkpoint.in_memory import InMemoryCheckpoint
 from xscale.checkpoint.index import decode_index
@@ -35,6 +36,7 @@ from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.data.tokenizer.sentencepiece import SentencePiece
 from xscale.observe import record
 from xscale.run.run_folder import read_config, run_name
+from xscale_launch import files
 
 TOUCHED = "touched"
 
@@ -369,6 +371,20 @@ def test_no_reader_waits_for_a_pipe_or_reads_a_device(tmp_path: Path, reader: st
     if reader.startswith("Megatron"):
         pytest.importorskip("megatron.core")
     pool.run(read_special, 1, reader, tmp_path, special, timeout_seconds=120)
+
+
+@pytest.mark.parametrize("remove", [remove_folder, files.remove_folder], ids=["xscale", "launcher"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_removal_waits_for_nothing(
+    kind: Callable[[Path, Path], None], remove: Callable[[Path, str], None], tmp_path: Path, limit_seconds: None
+) -> None:
+    """Whatever stands where a folder is removed, it is gone, and what it names is there."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    kind(tmp_path / "entry", tmp_path)
+    remove(tmp_path, "entry")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+    remove(tmp_path, "entry")
 
 
 def test_a_removal_of_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:

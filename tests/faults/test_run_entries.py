@@ -4,9 +4,8 @@ the folder changes."""
 import os
 import re
 import shutil
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import pytest
 
 from tests.faults.dying import save_step
 from tests.faults.planted_entries import (
+    KINDS,
     dangling_link,
-    device,
     fifo,
     file,
     folder,
     link_to_file,
-    link_to_folder,
     unix_socket,
 )
 from tests.train.tiny import recipe, run
@@ -42,7 +40,6 @@ NESTED = tuple(
 """Entries of folders of the run that another save would rename or make."""
 
 
-KINDS = (link_to_file, link_to_folder, dangling_link, fifo, folder, file, unix_socket, device)
 OWN = (file, folder)
 """Entries that a run itself writes in the place of a file, and of a folder."""
 
@@ -59,20 +56,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert run(one) == 0
     return parent
-
-
-@pytest.fixture
-def limit_seconds() -> Iterator[None]:
-    """End a test that hangs."""
-
-    def hangs(*_: Any) -> None:
-        raise AssertionError("it hangs")
-
-    before = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(1200)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ EXPORT = "an export writes a folder that was not there, which it made"
 FOREIGN = "a library opens files of a model that the user names, of which this package has looked at the small ones"
 RESULTS = "results and inputs of a benchmark, in a folder that the user names"
 OF_PACKAGE = "a file of this package, or of the user's that is no run's"
+OF_FILES = "of the tokenizer that a run has opened, whose tokens no change of a recipe that could be tried gives it"
 CORPUS = "a corpus that the user names, its prepared data, or the example of a source in a temporary folder"
 BENT: dict[str, dict[str, str]] = {
     # law -> {path, `path: what` or `path:function`: the reason}
@@ -56,6 +57,7 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/conformance/attention/core.py: copy_": CHECKED,
         "xscale/conformance/attention/core_extremes.py: copy_": CHECKED,
         "xscale/conformance/attention/core_running_stats.py: data": CHECKED,
+        "xscale/conformance/attention/mixer_extremes.py: copy_": CHECKED,
         "xscale/conformance/block/norm.py: copy_": CHECKED,
         "xscale/conformance/small_parts.py: add_": CHECKED,
         "xscale/commands/checkpoints/gpt_model.py: copy_": "the weights of Megatron-LM's model, in one process",
@@ -78,6 +80,7 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/conformance/tokenizer.py: encode": "the tokenizer itself is checked",
         "xscale/conformance/tokenizer.py: encode_with_offsets": "the tokenizer itself is checked",
         "xscale/convert/hf/tokenizer.py: encode": "the same text in two libraries: its begin is compared apart",
+        "xscale/convert/hf/tokenizers_library.py: encode": "the id of one byte, not a text: the vocabulary is copied",
         "plugins/xscale_tinybert/augment.py: encode_with_offsets": "its `ModelInput` has the begin and the end",
         "xscale/data/corpus/labels.py: encode": "the objective writes the token before the first of an example's texts",
         "xscale/data/corpus/shards.py: encode": "sentences of a document, which an objective joins to what it reads",
@@ -118,9 +121,9 @@ BENT: dict[str, dict[str, str]] = {
         "kernels/xscale_kernels/cuda_library.py: .open": OF_PACKAGE,
         "xscale/commands/json_schema.py: .write_text": OF_PACKAGE,
         "xscale/commands/show/catalogue.py: .read_text": OF_PACKAGE,
-        "xscale/commands/show/recipes.py: .read_text": OF_PACKAGE,
-        "xscale/commands/show/recipes.py: .open": OF_PACKAGE,
-        "xscale/commands/show/recipes.py: os.link": OF_PACKAGE,
+        "xscale/commands/show/init_config.py: .read_text": OF_PACKAGE,
+        "xscale/commands/show/init_config.py: .open": OF_PACKAGE,
+        "xscale/commands/show/init_config.py: os.link": OF_PACKAGE,
         "xscale/conformance/tokenizer.py: .read_text": OF_PACKAGE,
         "xscale/core/config.py: .read_text": OF_PACKAGE,
         "xscale/cli/streams.py: os.open": OF_PACKAGE,
@@ -153,6 +156,17 @@ BENT: dict[str, dict[str, str]] = {
         "launch/xscale_launch/plans/plan_cache.py: read_regular": "the user's own cache, and configs that a plan reads",
         "launch/xscale_launch/profile.py: read_regular": "the user's own profile, which may be a link",
         "launch/xscale_launch/slurm/sweep.py: .read_bytes": "a file that the user names, which may be a pipe",
+    },
+    "advice": {
+        "xscale/distill/teacher_source.py: check_vocabulary": OF_FILES,
+        "xscale/settings/scored_text.py: check_lm_eval": "of a package; the check of a recipe adds its choices",
+        "xscale/settings/scored_text.py: check_scores_text": "of the run that a command is given; the "
+        "check of a recipe adds its choices",
+        "xscale/objective/fill_in_middle.py: check": OF_FILES,
+        "xscale/objective/masked.py: check": OF_FILES,
+        "xscale/objective/masked_sentences.py: check": OF_FILES,
+        "xscale/objective/span.py: check": OF_FILES,
+        "xscale/objective/ul2.py: check_sentinels": OF_FILES,
     },
     "nothing global": {
         "xscale/conformance/source.py: socket.socket": "a source that says that it downloads nothing is read without "

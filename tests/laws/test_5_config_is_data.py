@@ -19,6 +19,7 @@ from xscale.core.registry import Entry
 from xscale.core.yaml_reader import parse
 from xscale.mesh.axes import min_world_size
 from xscale.recipe import Recipe, read
+from xscale.requirements.check import unsolved
 
 RUNS = sorted((ROOT / "configs/run").glob("*.y*ml"))
 # A comparison is a list of variants, a ladder one of sizes, and neither is a part of a run.
@@ -76,7 +77,9 @@ def test_a_run_returns_and_has_no_problem(path: Path) -> None:
     recipe, composed = read(path, [])
     returns(recipe)
     assert only_data(composed.data)
-    assert [str(one) for one in recipe.check(min_world_size(recipe.parallel.mesh))] == []
+    world = min_world_size(recipe.parallel.mesh)
+    assert [str(one) for one in recipe.check(world)] == []
+    assert recipe.is_valid(world)
 
 
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
@@ -86,16 +89,7 @@ def test_the_recipe_of_a_variant_returns(path: Path) -> None:
     assert only_data(composed.data)
 
 
-def _refused_by_most(path: Path) -> bool:
-    """Whether most runs refuse the choice: each refusal is solved for its advice, which takes a second."""
-    return path.parent.name == "objective" or path.name.startswith("moe")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.long] if _refused_by_most(path) else []) for path in PARTIAL],
-    ids=[str(path.relative_to(ROOT)) for path in PARTIAL],
-)
+@pytest.mark.parametrize("path", PARTIAL, ids=[str(path.relative_to(ROOT)) for path in PARTIAL])
 @pytest.mark.sampled(3)
 def test_a_choice_on_one_axis_goes_with_some_run(path: Path, tmp_path: Path) -> None:
     problems = []
@@ -105,7 +99,7 @@ def test_a_choice_on_one_axis_goes_with_some_run(path: Path, tmp_path: Path) -> 
         recipe, _ = read(both, [])
         returns(recipe)
         for world in (1, 2, 4, 8):
-            found = recipe.check(world)
+            found = unsolved(recipe, world)
             if not found:
                 return
             problems += [f"{run.name} on {world}: {problem}" for problem in found]

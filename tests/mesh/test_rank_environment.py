@@ -90,6 +90,9 @@ def test_the_program_refuses_them_in_a_sentence(
 
 
 MEETINGS = {
+    "neither": ({}, "MASTER_ADDR and MASTER_PORT: are not set, and RANK and WORLD_SIZE=2 say"),
+    "no address, no port": ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT: are not set"),
+    "no address, port abc": ({"MASTER_PORT": "abc"}, "MASTER_ADDR: is not set"),
     "no address": ({"MASTER_PORT": "29500"}, "MASTER_ADDR: is not set, and RANK and WORLD_SIZE=2 say"),
     "no port": ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT: is not set"),
     "port abc": ({**MEETING, "MASTER_PORT": "abc"}, "MASTER_PORT: is 'abc', which is no port"),
@@ -105,6 +108,20 @@ def test_a_place_to_meet_that_cannot_be_is_refused(case: str) -> None:
     with variables({**RANK, **given}), pytest.raises(ConfigError) as refused:
         check_rendezvous(2)
     assert str(refused.value).startswith(sentence)
+    assert len(refused.value.problems) == 1
+
+
+def test_the_program_refuses_ranks_without_a_place_to_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["xscale", "train", "quickstart", f"run.dir={tmp_path / 'run'}"])
+    with variables(RANK), pytest.raises(SystemExit) as left:
+        main()
+    lines = capsys.readouterr().err.splitlines()
+    assert left.value.code == EXIT_USER
+    assert len(lines) == 1
+    assert lines[0].startswith("xscale (rank 0): MASTER_ADDR and MASTER_PORT: are not set")
+    assert not (tmp_path / "run").exists()
 
 
 one_per_task = partial(slurm_ranks, processes=1)

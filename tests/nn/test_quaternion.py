@@ -128,13 +128,16 @@ def problems(**stack: Any) -> list[str]:
 def test_what_cannot_be_is_refused_with_what_would_work() -> None:
     (problem,) = problems(block={**BLOCK, "mixer": {"kind": "collaborative", "heads": 4}})
     assert "model.stack.linear_maps: 'collaborative' has no linear maps of quaternions" in problem
-    assert "These have: attention. Or take linear_maps=real." in problem
+    assert "Take real, or the mixer attention in place of 'collaborative'." in problem
     (problem,) = problems(block={**BLOCK, "ffn": {"kind": "moe"}})
-    assert "'moe' has no linear maps of quaternions. These have: dense, gated." in problem
+    assert "'moe' has no linear maps of quaternions. Take real, or the ffn dense or gated in place of 'moe'." in problem
     (problem,) = problems(block={**BLOCK, "ffn": {"kind": "dense", "hidden": 30}})
-    assert "4 does not divide hidden=30, whose quarters are the components. Take 32." in problem
+    assert (
+        "4 does not divide hidden=30, whose quarters are the components. Take real, or model.stack.block.ffn" in problem
+    )
     (problem,) = problems(block={**BLOCK, "mixer": {"kind": "attention", "heads": 3, "head_width": 2}})
-    assert "4 does not divide head_width=2, whose quarters are the components. Take 4." in problem
+    assert "4 does not divide head_width=2, whose quarters are the components. Take real, or model.stack" in problem
+    assert problem.endswith("mixer.head_width=4.")
     section = {"init": "t_fixup", "decoder": {"linear_maps": "quaternion"}}
     (problem,) = map(str, EncoderDecoder.check(decode(EncoderDecoder.Config, section), (67, 23), "model"))
     assert "model.decoder.linear_maps: t_fixup scales real matrices by their sizes" in problem
@@ -146,7 +149,7 @@ def test_what_cannot_be_is_refused_with_what_would_work() -> None:
 
 def test_a_rank_has_no_part_of_a_quaternion() -> None:
     (problem,) = refused(MODEL, 2, mesh={"tp": 2})
-    assert "a rank's rows would not be whole quaternions. Take 1. Or take stacks with linear_maps=real." in problem
+    assert "a rank's rows would not be whole quaternions. Take 1, or model.stack.linear_maps=real." in problem
 
 
 def test_an_export_refuses_them() -> None:

@@ -82,28 +82,31 @@ def test_time_goes_on_over_a_restart(write: Write) -> None:
     assert restarted.evaluated("eval_loss", "time")[0] == pytest.approx([5, 10, 15, 20])
 
 
-LIVES = {
-    # First and last step of each process, and the seconds that its first logged step has.
-    "a quick restart": (((1, 4, 1.0), (5, 8, 1.0)), [1, 2, 3, 4, 5, 6, 7, 8]),
-    "a restart that is slow to its first step": (((1, 2, 1.0), (3, 4, 30.0)), [1, 2, 32, 33]),
-    "three processes, the last one slow": (((1, 3, 1.0), (4, 4, 2.0), (5, 6, 9.0)), [1, 2, 3, 5, 14, 15]),
-    "a process for each step": (((1, 1, 3.0), (2, 2, 3.0), (3, 3, 3.0)), [3, 6, 9]),
-    "restarts that take as long as the steps before": (((1, 2, 1.0), (3, 3, 2.0), (4, 4, 2.0)), [1, 2, 4, 6]),
-    "no logged step before a restart": (((1, 0, 9.0), (1, 2, 1.0)), [1, 2]),
-    "the first process resumed": (((11, 12, 5.0), (13, 13, 8.0)), [5, 6, 14]),
+LIVES: dict[str, tuple[tuple[tuple[int, list[float]], ...], list[float]]] = {
+    # The first step of each process and the seconds that it logs, and the seconds of the run.
+    "a quick restart": (((1, [1, 2, 3, 4]), (5, [1, 2, 3, 4])), [1, 2, 3, 4, 5, 6, 7, 8]),
+    "a restart that is slow to its first step": (((1, [1, 2]), (3, [30, 31])), [1, 2, 32, 33]),
+    "a long evaluation, and no restart": (((1, [1, 2, 30, 31]),), [1, 2, 30, 31]),
+    "both": (((1, [1, 30]), (3, [40, 70]), (5, [80])), [1, 30, 70, 100, 180]),
+    "three processes, the last one slow": (((1, [1, 2, 3]), (4, [2]), (5, [9, 10])), [1, 2, 3, 5, 14, 15]),
+    "a process for each step": (((1, [3]), (2, [3]), (3, [3])), [3, 6, 9]),
+    "restarts that take as long as the steps before": (((1, [1, 2]), (3, [2]), (4, [2])), [1, 2, 4, 6]),
+    "no logged step before a restart": (((1, []), (1, [1, 2])), [1, 2]),
+    "the first process resumed": (((11, [5, 6]), (13, [8])), [5, 6, 14]),
 }
 
 
 @pytest.mark.parametrize("name", LIVES)
 def test_time_is_summed_over_the_processes_of_a_run(tmp_path: Path, facts: Any, step: Any, name: str) -> None:
+    """The second and the third case log the same seconds: what was restarted is in the record of the run alone."""
     lives, wanted = LIVES[name]
-    for first, last, slow in lives:
+    for first, seconds in lives:
         observers = [Metrics(tmp_path), HtmlReport(tmp_path, print)]
         for observer in observers:
             observer.start(facts(folder=tmp_path, resumed_from=None if first == 1 else first - 1))
-            for number in range(first, last + 1):
-                observer.step(step(number, seconds=slow + number - first))
-            observer.finish(EndReport(last, "done"))
+            for number, since_start in enumerate(seconds, start=first):
+                observer.step(step(number, seconds=float(since_start)))
+            observer.finish(EndReport(first + len(seconds) - 1, "done"))
     assert loaded(tmp_path).seconds == pytest.approx(wanted)
 
 

@@ -1,5 +1,6 @@
 """The observer for MLflow, against a stand-in for the package: nothing here reaches a network."""
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,7 +12,7 @@ from xscale.core.errors import ConfigError
 from xscale.observe import EndReport, EvalReport, ObserveConfig, ObserverGroup, SampleReport, TaskReport
 from xscale.observe.config import check
 from xscale.observe.make_observers import make_observers
-from xscale.observe.trackers.mlflow import Mlflow
+from xscale.observe.trackers.mlflow import UNCONFIRMED, Mlflow
 
 
 class ServerError(Exception):
@@ -29,6 +30,8 @@ class Stand(ModuleType):
         self.active: dict[str, Any] | None = None
         self.uri: str | None = None
         self.fails = False
+        self.fails_behind = False
+        """Whether what is sent in the background fails, as when a server is restarted."""
 
     def set_tracking_uri(self, uri: str) -> None:
         self.uri = uri
@@ -51,12 +54,18 @@ class Stand(ModuleType):
         assert all(len(value) <= 500 for value in params.values())
         self.active["params"] = params
 
-    def log_metrics(self, metrics: dict[str, float], step: int, synchronous: bool) -> None:
+    def log_metrics(self, metrics: dict[str, float], step: int, synchronous: bool) -> Any:
         assert self.active is not None
         if self.fails:
             raise ServerError("the server does not answer")
         assert all(type(value) is float for value in metrics.values())
+        if self.fails_behind and not synchronous:
+            return SimpleNamespace(wait=self._refuse)
         self.active["metrics"].append((step, metrics))
+        return None if synchronous else SimpleNamespace(wait=lambda: None)
+
+    def _refuse(self) -> None:
+        raise ServerError("The following failures occurred: the server was restarted")
 
     def log_dict(self, data: Any, file: str) -> None:
         assert self.active is not None
@@ -125,6 +134,50 @@ def test_a_server_that_fails_ends_the_observer_and_not_the_run(
     group = ObserverGroup([Mlflow(tmp_path, "lab", None)])
     group.start(facts(resumed_from=1))
     assert "Run 'gone' not found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [3, UNCONFIRMED + 3])
+def test_a_row_that_failed_in_the_background_is_sent_again(
+    rows: int, package: Stand, facts: Any, step: Any, tmp_path: Path
+) -> None:
+    """The package tells its errors to who waits, and to nobody else."""
+    observer = Mlflow(tmp_path, "lab", None)
+    observer.start(facts())
+    package.fails_behind = True
+    for number in range(1, rows + 1):
+        observer.step(step(number))
+        package.fails_behind = number % 2 == 0
+    observer.finish(EndReport(rows, "done"))
+    (run,) = package.runs.values()
+    assert sorted(number for number, _ in run["metrics"]) == list(range(1, rows + 1))
+    assert observer.backlog.missing == 0
+
+
+@pytest.mark.parametrize("said", [None, "9"])
+def test_a_server_that_does_not_answer_holds_no_step_for_minutes(
+    said: str | None, package: Stand, facts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the environment says stays."""
+    names = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
+    for name in names:
+        # Set first, so that what is set in between is taken away behind it.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name) if said is None else monkeypatch.setenv(name, said)
+    Mlflow(tmp_path, "lab", None).start(facts())
+    assert [os.environ[name] for name in names] == (["2", "10"] if said is None else ["9", "9"])
+
+
+def test_rows_that_no_server_took_are_said_to_be_missing(
+    package: Stand, facts: Any, step: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = ObserverGroup([Mlflow(tmp_path, "lab", None)])
+    group.start(facts())
+    package.fails_behind = True
+    for number in (1, 2, 3):
+        group.step(step(number))
+    package.fails = True
+    group.finish(EndReport(3, "done"))
+    assert "3 entries of Mlflow could not be written (MLflow: the server does not answer)" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_refused_with_what_would_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ def problems(*matches: str) -> list[str]:
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names() -> None:
     (problem,) = problems("*.rooter.*")
-    assert problem.startswith("g.0.match: no trained parameter has a name that matches '*.rooter.*'. The nearest are ")
-    assert problem.split(" are ")[1].startswith("stack.blocks.*.ffn.part.router.weight, ")
+    assert problem.startswith("g.0.match: no trained parameter has a name that matches '*.rooter.*'. Take ")
+    assert problem.split(" Take ")[1].startswith("stack.blocks.*.ffn.part.router.weight, ")
     assert problems("*.router.*", "embed.*") == []
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.parallel.against_one import asked
 from tests.parallel.models import MODELS, SHALLOW, changed
+from xscale.recipe import Recipe
 
 Sections = dict[str, Any]
 AXES: dict[str, dict[str, Sections]] = {
@@ -137,8 +138,11 @@ class Case:
 
     def problems(self) -> list[str]:
         """Problems that `check` returns."""
-        recipe = asked(self.network, self.parallel, **self.sections)
-        return [str(problem) for problem in recipe.check(self.ranks)]
+        return [str(problem) for problem in self.recipe.check(self.ranks)]
+
+    @property
+    def recipe(self) -> Recipe:
+        return asked(self.network, self.parallel, **self.sections)
 
 
 @cache
@@ -194,6 +198,6 @@ def plain_or_changed(model: str, options: tuple[str, ...]) -> Case | None:
     for chosen in (habits, {**habits, "recompute": 0}, {**habits, "recompute": 0, "tied": False}):
         for micro in (2, 1):
             case = Case(model, options, **chosen, micro=micro)
-            if not case.problems():
+            if case.recipe.is_valid(case.ranks):
                 return case
     return None

@@ -22,6 +22,9 @@ RING: Section = {**CP, "context": {"style": "ring"}}
 RING_RECOMPUTED: Section = {**RING, "recompute": {"every": 1}}
 ULYSSES: Section = {**CP, "context": {"style": "ulysses"}}
 PP: Section = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
+V_SHAPED: dict[str, Section] = {
+    schedule: {"mesh": {"pp": 2}, "pipeline": {"schedule": schedule}} for schedule in ("zbv", "dualpipe_v")
+}
 DP: Section = {"mesh": {"dp_shard": 2}}
 ZERO3: Section = {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}
 
@@ -296,6 +299,16 @@ HALTING_PAIR = Feature(
     },
 )
 GATED: Section = {"block": {**PLAIN_BLOCK, "gates": {"budgets": [0.25, 0.75], "loss_weight": 0.5, "hidden": 6}}}
+GATES = Feature(
+    {"kind": "decoder", "width": 32, "position": "learned", "tied": False, "stack": {"depth": 4, **GATED}},
+    {
+        "sp": SP_RECOMPUTED,
+        "sp and pp": {**SP, "mesh": {"pp": 2, "tp": 2}},
+        "sp and cp": {**SP, "mesh": {"cp": 2, "tp": 2}},
+        **V_SHAPED,
+    },
+    quick=("sp",),
+)
 GATED_PAIR = Feature(
     {
         "kind": "encoder_decoder",
@@ -308,6 +321,8 @@ GATED_PAIR = Feature(
         "pp": PP,
         "pp in the encoder": {**PP, "pipeline": {"schedule": "1f1b", "blocks_per_stage": [1, 3]}},
         "pp in the decoder": {**PP, "pipeline": {"schedule": "1f1b", "blocks_per_stage": [3, 1]}},
+        "sp": SP,
+        "sp and pp": {**SP, "mesh": {"pp": 2, "tp": 2}, "pipeline": {"blocks_per_stage": [1, 3]}},
     },
     quick=("pp in the encoder",),
 )
@@ -326,6 +341,7 @@ FEATURES: dict[str, Feature] = {
     "halting": HALTING,
     "halting, packed": PACKED,
     "halting of pairs": HALTING_PAIR,
+    "gates": GATES,
     "gates of pairs": GATED_PAIR,
     "positions of blocks": Feature(ADDED, OF_BLOCKS, quick=("sp", "cp", "pp")),
     "mixture of labelled texts": MIXTURE_OF_TEXTS,
@@ -357,6 +373,11 @@ REFUSED: dict[str, tuple[Section, Section, tuple[str, ...]]] = {
         transformer_xl(8),
         {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2}},
         ("two copies of stack.position_tables.", "or model.position.shared_biases=false."),
+    ),
+    "two stages of a rank that share a halting unit": (
+        {**changed(HALTING.model, stack__share="none"), "tied": False},
+        V_SHAPED["zbv"],
+        ("'zbv' puts two copies of stack.halting.weight and of others, 2 in all, on one rank", "Take 1f1b."),
     ),
     "two stages of a rank that share dynamics": (
         changed(FLOATER, stack__depth=8),

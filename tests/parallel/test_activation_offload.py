@@ -125,10 +125,21 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     assert "parallel.recompute.offload: the inputs of recomputed blocks are offloaded, and every=0" in problem
     (problem,) = refused(DENSE, 1, recompute={"offload": True, "every": 1, "granularity": "selective"})
     assert "granularity=selective keeps the outputs of matmuls on the device" in problem
-    block = {"mixer": {"kind": "attention", "heads": 4}, "residual": "reversible"}
-    reversible = {"kind": "decoder", "width": 32, "stack": {"depth": 2, "block": block}}
-    (problem,) = refused(reversible, 1, recompute={"offload": True, "every": 1, "reversible": False})
-    assert "reversible blocks have two residual streams" in problem
+
+
+def test_a_tensor_that_several_blocks_read_is_copied_once() -> None:
+    """The stream of attention residuals keeps what each block has written."""
+    offload = ActivationOffload()
+    x, y = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
+    first, second = offload.copy_of(x), offload.copy_of(y)
+    assert offload.copy_of(x) is first
+    assert offload.copy_of(y) is second
+    assert (first.requires_grad, second.requires_grad) == (False, True)
+    assert offload.bytes == 2 * 24
+    del x
+    z = torch.zeros(2, 3)
+    offload._copies[id(z)] = first  # Such as z has the id that x had.
+    assert offload.copy_of(z) is not first
 
 
 @pytest.mark.gpu

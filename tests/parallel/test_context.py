@@ -256,8 +256,8 @@ def test_what_cannot_be_sharded_is_refused(changes: dict[str, Any], parallel: di
             {"heads": 3, "head_width": 8, "dropout": 0.1},
             "auto",
             "ulysses: cp x tp = 2 does not divide heads=3",
-            "Take parallel.mesh.cp=3. Without dropout of attention weights (mixer.dropout=0) more styles work; the "
-            "blocks' dropout always does.",
+            "Take parallel.mesh.cp=3, or model.stack.block.mixer.dropout=0.0. "
+            "The blocks' dropout works with all styles.",
         ),
     ],
     ids=["another style works", "no style works"],

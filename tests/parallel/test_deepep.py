@@ -199,7 +199,7 @@ def test_devices_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert deepep.unsupported_device(ParallelConfig(), cpu) is None
     assert "the device is a cpu" in str(deepep.unsupported_device(config, cpu))
     monkeypatch.setattr(deepep.importlib.util, "find_spec", lambda name: None)
-    assert "is not installed. Build deep_ep" in str(deepep.unsupported_device(config, gpu))
+    assert "is not installed. Take all_to_all. Or build deep_ep" in str(deepep.unsupported_device(config, gpu))
     monkeypatch.setattr(deepep.importlib.util, "find_spec", lambda name: name)
     assert deepep.unsupported_device(config, gpu) is None
     capability[0] = (8, 0)

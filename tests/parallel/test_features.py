@@ -20,7 +20,8 @@ from tests.parallel.features import (
     ranks_of,
     sparse_qkv,
 )
-from xscale.generate.generate import generate, incremental
+from xscale.generate.decoders import incremental
+from xscale.generate.generate import generate
 from xscale.parallel import context
 from xscale.settings.settings import build_on_meta
 

@@ -69,4 +69,4 @@ def test_stages_of_an_encoder_decoder_hand_on_no_values() -> None:
     assert (
         "blocks read the values of the first layer, and stages of an encoder-decoder pass on hidden states" in problem
     )
-    assert "Take 1. Or take mixers with value_latent_width=null." in problem
+    assert "Take 1, or model.decoder.block.mixer.value_latent_width=null." in problem

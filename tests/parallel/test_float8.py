@@ -1,6 +1,7 @@
 """Float8: its numbers on the CPU, which multiplies what a GPU would, and where it is refused."""
 
 import bisect
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,7 @@ def test_what_cannot_be_is_refused(precision: dict[str, Any], model: dict[str, A
 
 
 def test_hardware_without_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a cpu does not support float8 matmuls.*8\.9 or newer, float8=null, or"):
+    with pytest.raises(ConfigError, match=r"a cpu does not support float8 matmuls. Take null, or .*8\.9 or newer"):
         set_up(recipe(tmp_path, precision={**HALF, "float8": "tensor"}), RankInfo())
     device = torch.device("cuda", 0)
     refused = {
@@ -238,7 +239,7 @@ def test_hardware_without_it_is_refused(tmp_path: Path) -> None:
                 config = partial(PrecisionConfig, compute="bfloat16", float8=scaling)
                 problem = float8.unsupported_device(config(float8_kernel="torchao"), device)
                 assert (problem is not None) == (scaling in scalings), (capability, scaling)
-                assert problem is None or all(f"={other}" not in problem.advice for other in scalings)
+                assert problem is None or not scalings & set(re.findall(r"\w+", problem.advice))
                 assert float8.unsupported_device(config(float8_kernel="emulated"), device) is None
 
 
@@ -246,7 +247,7 @@ def test_an_emulation_runs_on_a_cpu(tmp_path: Path) -> None:
     set_up(recipe(tmp_path, precision={**HALF, "float8": "mx", "float8_kernel": "emulated"}), RankInfo())
 
 
-@pytest.mark.parametrize(("scaling", "instead"), [("row", "float8_kernel=torch"), ("mx", "float8_kernel=emulated")])
+@pytest.mark.parametrize(("scaling", "instead"), [("row", "Take torch."), ("mx", "Take emulated.")])
 def test_a_missing_torchao_is_named_with_the_command_that_installs_it(scaling: Float8Scaling, instead: str) -> None:
     config = PrecisionConfig(compute="bfloat16", float8=scaling, float8_kernel="torchao")
     with (

@@ -6,7 +6,6 @@ import pytest
 
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, same
-from tests.parallel.test_tensor import refused
 
 GATES = {"budgets": [0.25, 0.75], "loss_weight": 0.5, "hidden": 6}
 BLOCK: dict[str, Any] = {
@@ -62,8 +61,3 @@ def test_an_encoder_decoder_has_the_numbers_of_one_process(pool: Pool) -> None:
 def test_budgets_over_padded_shards_are_those_of_one_process(pool: Pool, sections: dict[str, Any]) -> None:
     """Each rank of cp has the whole loss of the budgets, a part of the weight, and some of the padding."""
     same(pool, alone(pool, PAIR, **sections), 2, PAIR, {"mesh": {"cp": 2}}, **sections)
-
-
-def test_a_layout_that_shards_the_gates_is_refused() -> None:
-    (problem,) = refused(MODEL, 2, mesh={"tp": 2}, tensor={"sequence": True})
-    assert "stack.block.gates reads the tokens between the blocks" in problem

@@ -8,7 +8,8 @@ import torch
 
 from tests.distributed import Pool
 from tests.parallel.against_one import Found, alone, asked, built, same
-from xscale.generate.generate import generate, incremental
+from xscale.generate.decoders import incremental
+from xscale.generate.generate import generate
 from xscale.parallel import context
 from xscale.parallel.context.neighbours import needed_positions
 from xscale.settings.settings import build_on_meta

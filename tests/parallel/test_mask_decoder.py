@@ -47,4 +47,4 @@ def test_a_layout_has_the_numbers_of_one_process(layout: Section, pool: Pool) ->
 def test_sequence_parallelism_is_refused() -> None:
     (problem,) = asked(MODEL, {"mesh": {"tp": 2}, "tensor": {"sequence": True}}).check(2)
     assert "stack.mask_decoder reads the tokens between the blocks" in str(problem)
-    assert "Take false. Or take a stack without mask_decoder." in str(problem)
+    assert "Take false, or model.stack.mask_decoder=null." in str(problem)

@@ -14,7 +14,8 @@ from tests.parallel.test_tensor import counted
 from tests.train.test_layouts import one_rank
 from tests.train.tiny import metrics
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE
-from xscale.generate.generate import generate, incremental
+from xscale.generate.decoders import incremental
+from xscale.generate.generate import generate
 from xscale.parallel.tensor import apply as tensor
 from xscale.settings.settings import build_on_meta
 

@@ -16,6 +16,7 @@ SECTIONS: dict[str, Any] = {"data": {"cross_documents": True}}
 MIXERS: dict[str, dict[str, Any]] = {
     "gmlp": {"kind": "gmlp", "hidden": 24},
     "toeplitz": {"kind": "gmlp", "hidden": 20, "toeplitz": True, "bias": False},
+    "amlp": {"kind": "gmlp", "hidden": 24, "attention": 4},
     "s4": {"kind": "s4", "states": 8},
     "mlp_mixer": {"kind": "mlp_mixer", "hidden": 10},
     "multi_linear": {"kind": "multi_linear", "factors": 8},
@@ -34,8 +35,8 @@ def model(names: list[str], kind: str = "decoder") -> dict[str, Any]:
     }
 
 
-DECODER = model(["gmlp", "toeplitz", "s4", "multi_linear"])
-ENCODER = model(["gmlp", "toeplitz", "mlp_mixer", "multi_linear"], "encoder")
+DECODER = model(["gmlp", "toeplitz", "s4", "multi_linear", "amlp"])
+ENCODER = model(["gmlp", "toeplitz", "mlp_mixer", "multi_linear", "amlp"], "encoder")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"tp": 2}},
     "sequence": {"mesh": {"tp": 2}, "tensor": {"sequence": True}},

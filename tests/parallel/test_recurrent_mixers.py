@@ -8,7 +8,8 @@ import torch
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, asked, built, same
 from tests.parallel.test_tensor import counted
-from xscale.generate.generate import generate, incremental
+from xscale.generate.decoders import incremental
+from xscale.generate.generate import generate
 from xscale.parallel import context
 from xscale.parallel.tensor import apply as tensor
 from xscale.settings.settings import build_on_meta

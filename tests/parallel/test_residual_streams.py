@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed import Pool
 from tests.parallel.against_one import alone, compare, same
+from tests.parallel.features import V_SHAPED
 from tests.parallel.test_compiled import traced
 
 ATTENTION: dict[str, Any] = {"kind": "attention", "heads": 4, "kv_heads": 2}
@@ -25,6 +26,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp": (2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}),
     "pp-interleaved": (2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2}}),
     "pp-zero-bubble": (2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "zero_bubble"}}),
+    "offload": (1, {"recompute": {"every": 1, "offload": True}}),
+    "pp-offload": (
+        2,
+        {
+            "mesh": {"pp": 2},
+            "pipeline": {"schedule": "1f1b"},
+            "recompute": {"every": 1, "offload": True},
+        },
+    ),
+    "pp-zbv": (2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}),
+    "pp-dualpipe-v": (2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "dualpipe_v"}}),
     "zero1": (2, {"zero": {"stage": 1}}),
     "zero2": (2, {"zero": {"stage": 2}}),
     "zero3": (2, {"zero": {"stage": 3}, "recompute": {"every": 2}}),
@@ -42,7 +54,33 @@ def decoder(stream: str, **block: Any) -> dict[str, Any]:
 def test_a_layout_has_the_numbers_of_one_process(layout: str, stream: str, pool: Pool) -> None:
     """On packed documents, with dropout."""
     ranks, parallel = LAYOUTS[layout]
-    same(pool, alone(pool, decoder(stream)), ranks, decoder(stream), parallel)
+    model = decoder(stream)
+    if parallel.get("pipeline", {}).get("schedule") in V_SHAPED:
+        model["tied"] = False
+    same(pool, alone(pool, model), ranks, model, parallel)
+
+
+@pytest.mark.long
+def test_the_streams_of_reversible_blocks_are_offloaded(pool: Pool) -> None:
+    model = decoder("gru_gate", residual="reversible")
+    offloaded = {"recompute": {"every": 1, "offload": True, "reversible": False}}
+    same(pool, alone(pool, model), 1, model, offloaded)
+
+
+PAIR_STREAMS = {**STREAMS, "reversible": {"kind": "reversible"}}
+STAGES: dict[str, list[int]] = {"in the encoder": [1, 4], "between the stacks": [2, 3], "in the decoder": [3, 2]}
+
+
+@pytest.mark.parametrize("stream", PAIR_STREAMS)
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.sampled(5)
+def test_stages_of_an_encoder_decoder_have_the_numbers_of_one_process(stages: str, stream: str, pool: Pool) -> None:
+    """A stage receives the streams of the stack that goes on, and the other's output or embeddings."""
+    parts = {"mixer": ATTENTION, "ffn": FFN, "dropout": 0.1, "residual": PAIR_STREAMS[stream]}
+    stacks = {"encoder": {"depth": 2, "block": parts}, "decoder": {"depth": 3, "block": parts}}
+    model = {"kind": "encoder_decoder", "width": 32, **stacks}
+    pipeline = {"schedule": "1f1b", "blocks_per_stage": STAGES[stages]}
+    same(pool, alone(pool, model), 2, model, {"mesh": {"pp": 2}, "pipeline": pipeline})
 
 
 @pytest.mark.long

@@ -161,4 +161,5 @@ def test_what_saves_or_splits_is_refused(parallel: dict[str, Any], ranks: int, s
 
 def test_stages_of_an_encoder_decoder_are_refused() -> None:
     (problem,) = refused(PAIR, 2, mesh={"pp": 2}, pipeline={"schedule": "1f1b"})
-    assert problem.endswith("Take 1. Or take stacks with block.residual=pre.")
+    both = "model.encoder.block.residual.kind=pre, and so model.decoder.block.residual.kind"
+    assert problem.endswith(f"Take 1, or {both}.")

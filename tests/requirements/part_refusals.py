@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from tests.requirements.depth_refusals import DEPTHS
 from tests.requirements.sections import BLOCK, ENCODER, PAIR, Sections, decoder, encoder
 
 
@@ -143,11 +144,30 @@ MODELS: dict[str, Sections] = {
     "groups of experts": decoder(
         ffn={"kind": "moe", "experts": 4, "router": {"kind": "group_limited", "expert_groups": 3}}
     ),
+    "sublayers of a block that others share": decoder(
+        {"share": "all"}, residual={"kind": "attention_residuals", "sublayers": 3}
+    ),
+    "a pattern without its ids": decoder(
+        mixer={"kind": "guided_attention", "heads": 4, "patterns": ("previous", "period")}
+    ),
+    "two streams of parallel sublayers": decoder(
+        residual="reversible", sublayers=({"part": "mixer"}, {"part": "ffn", "parallel": True})
+    ),
+    "ids of no token": decoder(
+        mixer={"kind": "guided_attention", "heads": 4, "patterns": ("period",), "period_ids": (5, 99999)}
+    ),
+    "frequencies of fewer ids": decoder(
+        ffn={
+            "kind": "moe",
+            "experts": 4,
+            "router": {"kind": "hash", "function": "balanced", "frequencies": (1.0, 2.0)},
+        }
+    ),
 }
 """Name -> a model that its parts refuse on sequences of 32 tokens."""
 AROUND: dict[str, Sections] = {
     "decoder": {},
-    "encoder": {"objective": {"kind": "masked"}},
+    "encoder": {"objective": {"kind": "masked"}, "data": {"cross_documents": True}},
     "encoder_decoder": {
         "objective": {"kind": "seq2seq"},
         "data": {"source": {"kind": "stdlib_pairs"}, "cross_documents": False},
@@ -155,5 +175,6 @@ AROUND: dict[str, Sections] = {
 }
 """Kind of a model -> the sections that train it."""
 PARTS: dict[str, tuple[str, Sections, int]] = {
-    name: ("model_fits_itself", {"model": model, **AROUND[model["kind"]]}, 1) for name, model in MODELS.items()
+    name: ("model_fits_itself", {"model": model, **AROUND[model["kind"]]}, 1)
+    for name, model in {**MODELS, **DEPTHS}.items()
 }

@@ -1,6 +1,7 @@
 """The table of refused recipes: what is laid over a small one, the number of ranks, and the requirement that speaks."""
 
 from tests.requirements.layout_refusals import LAYOUTS
+from tests.requirements.objective_refusals import OBJECTIVES
 from tests.requirements.part_refusals import PARTS
 from tests.requirements.sections import (
     APART,
@@ -21,6 +22,7 @@ from xscale.recipe import Recipe
 REFUSALS: dict[str, tuple[str, Sections, int]] = {
     **LAYOUTS,
     **PARTS,
+    **OBJECTIVES,
     "a signal of an odd width": (
         "model_fits_itself",
         {

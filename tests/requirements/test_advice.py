@@ -13,6 +13,7 @@ from xscale.core.yaml_writer import flow_text
 from xscale.mesh import axes
 from xscale.recipe import Recipe
 from xscale.requirements.check import REQUIREMENTS, unsolved
+from xscale.requirements.solver import NOTHING
 
 OVERRIDE = re.compile(r"[a-z_]+(?:\[\d+\])?(?:\.[a-z_0-9]+(?:\[\d+\])?)+=[\w.-]+")
 """A key with its value, in a sentence."""
@@ -36,8 +37,10 @@ def test_what_is_advised_is_accepted(name: str) -> None:
     recipe, world = refused(name)
     problems = recipe.check(world)
     assert problems
+    assert not recipe.is_valid(world)
     for problem in problems:
         assert problem.advice, problem
+        assert NOTHING not in problem.advice, problem
         overrides = [
             tuple(f"{key}={flow_text(value)}" for key, value in (*choice.edits, *choice.further))
             for choice in problem.choices
@@ -60,7 +63,6 @@ def test_the_requirement_of_the_table_speaks(name: str) -> None:
 
 
 WITHOUT = {
-    "objective_fits_itself": "tests/objective has them",
     "schedule_fits_the_steps": "tests/conformance/test_schedule.py has them",
     "observers_can_run": "they depend on the packages of the machine",
     "profiled_steps_are_run": "tests/train/test_profiler.py has it",
@@ -68,7 +70,6 @@ WITHOUT = {
     "widths_have_rules": "tests/nn/test_mup.py has them",
     "padding_is_hidden": "every mixer of ours hides it",
     "padding_is_not_counted": "tests/train/test_padded_rows.py has them",
-    "tasks_can_be_evaluated": "it depends on the packages of the machine",
     "zero can be applied to the model": "tests/parallel/engine/test_deepspeed.py has it, where DeepSpeed is installed",
 }
 """Requirement -> why no refusal of it is in the table."""

@@ -116,7 +116,7 @@ def test_lora_is_merged_into_a_run_of_its_own(tmp_path: Path) -> None:
         merge_run(tmp_path / "merged", tmp_path / "again")
     refused = problems_of(tmp_path, lora={"match": ["*.quary"]})
     assert "lora.match.0: no linear map has a path that matches '*.quary'" in refused
-    assert "The nearest are" in refused
+    assert "Take stack.blocks.*.mixer.part.q" in refused
     # What was to be trained matched nothing, which is one problem and not two.
     decoder = {"kind": "decoder", "width": 32, "stack": MODEL["stack"]}
     one = recipe(tmp_path, model=decoder, lora={"match": ["*.quary"]}).check()

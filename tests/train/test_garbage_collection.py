@@ -2,23 +2,31 @@
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.distributed import Pool
+from tests.distributed import Pool, distributed
 from tests.train.tiny import recipe, run
 from xscale.train import garbage_collection
 from xscale.train.garbage_collection import GarbageCollection
 
 
-@pytest.fixture(params=[True, False], ids=["enabled", "disabled"])
-def enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether Python collects by itself when a test begins."""
+@contextmanager
+def as_in_training(*, enabled: bool) -> Iterator[None]:
+    """Let go of what a worker of the tests has frozen; `enabled`: whether Python collects by itself."""
     before = gc.isenabled()
-    gc.enable() if request.param else gc.disable()
-    yield request.param
-    gc.enable() if before else gc.disable()
+    gc.unfreeze()
+    gc.enable() if enabled else gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable() if before else gc.disable()
+        gc.freeze()
+
+
+ENABLED = pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
 
 
 class Node:
@@ -32,31 +40,53 @@ def nodes() -> int:
     return sum(isinstance(item, Node) for item in gc.get_objects())
 
 
+@ENABLED
+@distributed(ranks=1)
 def test_garbage_of_steps_is_collected_together(enabled: bool) -> None:
-    gc.collect()
-    before = nodes()
-    with GarbageCollection(3) as garbage:
-        assert not gc.isenabled()
-        counts = []
-        for step in range(1, 8):
-            Node()
-            garbage.after_step(step)
-            counts.append(nodes() - before)
-        with garbage.automatic():
-            assert gc.isenabled()
-        assert not gc.isenabled()
-    assert counts == [1, 2, 0, 1, 2, 0, 1]
-    assert gc.isenabled() == enabled
-    assert gc.get_freeze_count() == 0
-
-
-def test_python_may_decide(enabled: bool) -> None:
-    with GarbageCollection(0) as garbage:
+    with as_in_training(enabled=enabled):
+        gc.collect()
+        before = nodes()
+        with GarbageCollection(3) as garbage:
+            assert not gc.isenabled()
+            counts = []
+            for step in range(1, 8):
+                Node()
+                garbage.after_step(step)
+                counts.append(nodes() - before)
+            with garbage.automatic():
+                assert gc.isenabled()
+            assert not gc.isenabled()
+        assert counts == [1, 2, 0, 1, 2, 0, 1]
         assert gc.isenabled() == enabled
-        garbage.after_step(1)
-        with garbage.automatic():
+        assert gc.get_freeze_count() == 0
+
+
+@ENABLED
+@distributed(ranks=1)
+def test_what_the_caller_has_frozen_stays_so(enabled: bool) -> None:
+    with as_in_training(enabled=enabled):
+        gc.freeze()
+        frozen = gc.get_freeze_count()
+        kept = [Node() for _ in range(3)]
+        with GarbageCollection(1) as garbage:
+            Node()
+            garbage.after_step(1)
+        assert nodes() == len(kept)
+        assert frozen - 10 < gc.get_freeze_count() <= frozen
+        assert gc.isenabled() == enabled
+        gc.unfreeze()
+
+
+@ENABLED
+@distributed(ranks=1)
+def test_python_may_decide(enabled: bool) -> None:
+    with as_in_training(enabled=enabled):
+        with GarbageCollection(0) as garbage:
             assert gc.isenabled() == enabled
-    assert gc.isenabled() == enabled
+            garbage.after_step(1)
+            with garbage.automatic():
+                assert gc.isenabled() == enabled
+        assert gc.isenabled() == enabled
 
 
 def steps_with_collections(folder: Path) -> list[int]:
@@ -67,7 +97,8 @@ def steps_with_collections(folder: Path) -> list[int]:
     class Counting:
         """The module gc as the trainer sees it."""
 
-        freeze, unfreeze, enable, disable, isenabled = gc.freeze, gc.unfreeze, gc.enable, gc.disable, gc.isenabled
+        freeze, unfreeze, get_freeze_count = gc.freeze, gc.unfreeze, gc.get_freeze_count
+        enable, disable, isenabled = gc.enable, gc.disable, gc.isenabled
 
         @staticmethod
         def collect() -> int:

@@ -7,7 +7,8 @@ from torch import nn
 
 from tests.distributed import Pool
 from xscale.core.config import decode
-from xscale.generate.generate import generate, incremental, lay_out_matrices, restricted_logits, sample_token
+from xscale.generate.decoders import incremental
+from xscale.generate.generate import generate, lay_out_matrices, restricted_logits, sample_token
 from xscale.nn.materialize import materialize
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens

@@ -60,7 +60,7 @@ def test_a_recipe_names_implementations(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused_before_the_run(tmp_path: Path) -> None:
     recipe = decode(Recipe, encode(tiny.recipe(tmp_path)) | {"kernels": {"rmsnorm": "tritan", "rmsnrm": "cpu"}})
     problems = [str(problem) for problem in recipe.check()]
-    expected = "rmsnorm has no implementation 'tritan'. There are: cpu, quack, triton"
+    expected = "rmsnorm has no implementation 'tritan'. Take "
     assert any(expected in text for text in problems), problems
     assert any("kernels.rmsnrm: there is no operator 'rmsnrm'" in text for text in problems), problems
 

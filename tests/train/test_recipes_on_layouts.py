@@ -91,16 +91,18 @@ def one_rank(file: Path, folder: Path, name: str, parallel: Section | None = Non
 
 def drawn(file: Path, folder: Path, seed: str, optimizer: str | None = None) -> tuple[int, Section] | list[Problem]:
     """Ranks and a layout that the recipe takes; the problems of the last one where it takes none of `DRAWS`."""
-    draw, problems = Draw(seed), list[Problem]()
+    draw = Draw(seed)
+    refused: tuple[Recipe, int] | None = None
     for _ in range(DRAWS):
         recipe = recipe_of(file, folder, "drawn", None, optimizer)
         ranks, parallel = draw.layout(mixture="experts" in str(recipe.model))
         if file.stem in ALONE and draw.degrees["dp_shard"] * draw.degrees["dp_replicate"] > 1:
             continue
-        problems = recipe_of(file, folder, "drawn", parallel, optimizer).check(ranks)
-        if not problems:
+        recipe = recipe_of(file, folder, "drawn", parallel, optimizer)
+        if recipe.is_valid(ranks):
             return ranks, parallel
-    return problems
+        refused = (recipe, ranks)
+    return [] if refused is None else refused[0].check(refused[1])
 
 
 def numbers(folder: Path, name: str) -> list[tuple[int, str, float]]:

@@ -29,6 +29,7 @@ from xscale.step.batches import MicroBatches
 from xscale.step.stepper import Stepper
 from xscale.train import run as run_module
 from xscale.train.after_step.step_reporter import StepReporter
+from xscale.train.run_work import RunWork
 from xscale.watchdog.watchdog import StopSignal, Watchdog
 
 STEPS = 4
@@ -156,6 +157,13 @@ def checked(folder: Path, case: str, lives: Callable[[str, int | None], list[tup
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert {status for status, _ in lives("cut", None)} == {EXIT_DONE}
     assert len(rows(folder, "cut")) == len(rows(folder, "whole")), "a finished run does nothing"
+
+
+def test_every_kind_of_work_has_a_case() -> None:
+    run_work: Any = RunWork(*[None] * 6)  # type: ignore[arg-type]
+    phases = {"evaluation": "evaluate"}
+    kinds = {phases.get(name, name) for name in run_work.table()}
+    assert {phase for _, phase, _, _ in CASES.values()} == {*kinds, "rollback"}
 
 
 QUICK = ("evaluation",)

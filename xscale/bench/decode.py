@@ -2,14 +2,16 @@
 
 A model of transformers with random weights is saved and imported, and both sides continue one prompt with a KV cache.
 In float32 they must generate the same tokens before anything is timed. Then they generate in turns: on one thread, with
-the speed in tokens per second of CPU time; or on a GPU, in tokens per second.
+the speed in tokens per second of CPU time; or on a GPU, in tokens per second. xscale's steps over a growing cache, over
+a static one (on a GPU as a CUDA graph), and compiled are sides.
 """
 
 import json
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from xscale.convert.hf.compare import build
 from xscale.convert.hf.import_model import import_model
 from xscale.convert.hf.registry import model_of
 from xscale.core.errors import ConfigError, Problem
-from xscale.generate.generate import generate, lay_out_matrices
+from xscale.generate.decoders import Decoding, StaticDecoder
+from xscale.generate.generate import AUTO, GROWING, generate, lay_out_matrices
 from xscale.parallel.precision import precision
 
 CPU = BenchDevice()
@@ -153,7 +156,7 @@ class DecodePair:
             2, self.sizes.vocabulary, (self.sizes.prompt,), generator=generator
         ).to(self.device)
 
-    def generate_by_xscale(self) -> list[int]:
+    def generate_by_xscale(self, decoding: Decoding = AUTO) -> list[int]:
         """Generate the likeliest tokens."""
         ids, source = self.prompt(), None
         if self.encoder_decoder:
@@ -161,24 +164,55 @@ class DecodePair:
         # As `xscale generate` does.
         with torch.inference_mode():
             generated: Tensor = generate(
-                self.xscale, ids, self.sizes.tokens, end=-1, temperature=0, source=source
+                self.xscale,
+                ids,
+                self.sizes.tokens,
+                end=-1,
+                temperature=0,
+                source=source,
+                decoding=decoding,
             )
         return list(generated.tolist())
 
-    def generate_by_transformers(self) -> list[int]:
-        """Generate the likeliest tokens."""
+    def decodings(self, *, compiled: bool) -> dict[str, Decoding]:
+        """Return the ways in which xscale computes the steps, by the names of their sides.
+
+        Steps that are captured or compiled are so before they are timed; an encoder-decoder makes them anew for each
+        source. `compiled`: whether one is by torch.compile, for which a CPU needs a minute.
+        """
+        on_gpu = self.device.type == "cuda"
+        captured = "CUDA graph" if on_gpu else "static cache"
+        sides = {"xscale, growing cache": GROWING, f"xscale, {captured}": Decoding(cache="static")}
+        if compiled:
+            sides[f"xscale, {captured}, compiled"] = Decoding(compile=True)
+        if not self.encoder_decoder:
+            for name, way in list(sides.items())[1:]:
+                room = self.sizes.length
+                decoder = StaticDecoder(self.xscale, room, compiled=way.compile)
+                sides[name] = replace(way, decoder=decoder)
+        # The side of this name is what `xscale generate` does by itself.
+        default = "xscale, CUDA graph" if on_gpu else "xscale, growing cache"
+        return {"xscale": sides.pop(default), **sides}
+
+    def generate_by_transformers(self, **more: Any) -> list[int]:
+        """Generate the likeliest tokens; `more` are options of its `generate`."""
         options = {
             "do_sample": False,
             "max_new_tokens": self.sizes.tokens,
             "eos_token_id": None,
             "pad_token_id": 0,
+            **more,
         }
         ids = self.transformers.generate(self.prompt()[None], **options)
         return list(ids[0, 1 if self.encoder_decoder else self.sizes.prompt :].tolist())
 
     def check_same_tokens(self, name: str) -> None:
         """Raise ConfigError if the sides do not generate the same tokens."""
-        xscale_tokens, hf_tokens = self.generate_by_xscale(), self.generate_by_transformers()
+        for decoding in (GROWING, Decoding(cache="static")):
+            self._check_same_tokens(name, self.generate_by_xscale(decoding))
+
+    def _check_same_tokens(self, name: str, xscale_tokens: list[int]) -> None:
+        hf_tokens = self.generate_by_transformers()
         if xscale_tokens != hf_tokens or len(xscale_tokens) != self.sizes.tokens:
             equal = next(
                 (
@@ -217,25 +251,41 @@ def build_pair(name: str, sizes: DecodeSizes, device: torch.device = CPU.device)
 
 
 def bench_decode(
-    names: Sequence[str], sizes: DecodeSizes, rounds: int, on: BenchDevice = CPU
+    names: Sequence[str],
+    sizes: DecodeSizes,
+    rounds: int,
+    on: BenchDevice = CPU,
+    *,
+    compiled: bool = False,
 ) -> dict[str, Any]:
-    """Return tokens per second of both sides and their ratio for each model, as plain values.
+    """Return tokens per second of all sides and the ratio of xscale for each model, as plain values.
 
-    On a CPU they are tokens per second of CPU time.
+    On a CPU they are tokens per second of CPU time. `compiled`: whether a side has steps that torch.compile compiles.
     """
     with nullcontext() if on.on_gpu else one_thread():
-        models = [bench_model(name, sizes, rounds, on) for name in names]
+        models = [bench_model(name, sizes, rounds, on, compiled=compiled) for name in names]
         machine = describe_machine(on.device)
     dtype = str(on.dtype).removeprefix("torch.")
     return {"models": models, "sizes": asdict(sizes), "dtype": dtype, "rounds": rounds, **machine}
 
 
-def bench_model(name: str, sizes: DecodeSizes, rounds: int, on: BenchDevice) -> dict[str, Any]:
-    """Return the speeds of one model; ConfigError if the sides generate different tokens in float32."""
+def bench_model(
+    name: str, sizes: DecodeSizes, rounds: int, on: BenchDevice, *, compiled: bool
+) -> dict[str, Any]:
+    """Return the speeds of one model; ConfigError if the sides generate different tokens in float32.
+
+    `compiled`: whether a side has steps that torch.compile has compiled.
+    """
     pair = build_pair(name, sizes, on.device)
     pair.check_same_tokens(name)
     pair.cast(on.dtype)
-    sides = {"xscale": pair.generate_by_xscale, "transformers": pair.generate_by_transformers}
+    sides: dict[str, Callable[[], object]] = {"transformers": pair.generate_by_transformers}
+    if on.on_gpu and compiled and not pair.encoder_decoder:
+        # It compiles the step over a static cache, in the mode reduce-overhead.
+        static = partial(pair.generate_by_transformers, cache_implementation="static")
+        sides["transformers, static cache, compiled"] = static
+    for side, decoding in pair.decodings(compiled=compiled).items():
+        sides[side] = partial(pair.generate_by_xscale, decoding)
     timings = alternate(sides, clock_of(on.device), rounds, swap=True)
     field: Field = "seconds" if on.on_gpu else "processor_seconds"
     return {
@@ -274,6 +324,11 @@ def format_table(results: dict[str, Any]) -> str:
             f"{speeds['transformers']:>15.1f}{model['ratio']:>7.2f}x   "
             f"{min(model['ratios']):.2f} to {max(model['ratios']):.2f}"
         )
+        lines += [
+            f"  {side:<45}{speed:>10.1f}"
+            for side, speed in speeds.items()
+            if side not in ("xscale", "transformers")
+        ]
     return "\n".join(lines)
 
 
@@ -283,6 +338,7 @@ def bench(
     on: BenchDevice,
     rounds: int,
     *,
+    compiled: bool,
     as_json: bool,
     record: Path | None,
 ) -> None:
@@ -304,7 +360,7 @@ def bench(
             "the library transformers is not installed",
             "Run: pip install 'transformers>=5.0'",
         )
-    results = bench_decode(names or list(MODELS), sizes, rounds, on)
+    results = bench_decode(names or list(MODELS), sizes, rounds, on, compiled=compiled)
     if record is not None:
         record.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(results) if as_json else format_table(results), flush=True)

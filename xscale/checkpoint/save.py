@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,7 @@ from xscale.checkpoint.retention import delete_excess, make_room
 from xscale.core.version import __version__
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
-
-VISIBLE_SECONDS = 10.0
-"""How long a rank waits to see a folder that another rank created: network file systems have delays."""
+from xscale.mesh.shared_folder import becomes_visible
 
 
 def save(
@@ -112,14 +109,9 @@ def _create_hidden(
 
 
 def _wait_visible(path: Path) -> None:
-    end = time.monotonic() + VISIBLE_SECONDS
-    while not path.is_dir():
-        if time.monotonic() > end:
-            what = "rank 0 created this folder and this rank does not see it"
-            raise CheckpointError(
-                path, what, "Give a run.dir on a file system that all nodes share."
-            )
-        time.sleep(0.05)
+    if not becomes_visible(path):
+        what = "rank 0 created this folder and this rank does not see it"
+        raise CheckpointError(path, what, "Give a run.dir on a file system that all nodes share.")
 
 
 def _digests(disk: Disk, hidden: Path) -> dict[str, Digest]:

@@ -109,6 +109,13 @@ def _next_override(config: str, earlier: list[str], incomplete: str) -> Candidat
     return candidates
 
 
+def of_option(shell: str, option: str, offered: str) -> str:
+    """Return what zsh or fish is offered for a word `--option=value`, of which `offered` has the values."""
+    if shell == "zsh":
+        return f"compset -P '*='; {offered}"
+    return "".join(f"{option}{line}\n" for line in offered.splitlines() if line)
+
+
 def complete_run(incomplete: str) -> Candidates:
     """Offer the run folders at and below the folder of `incomplete`; nothing below a run, where the shell completes."""
     head = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -62,6 +62,18 @@ TopK = Annotated[
 Seed = Annotated[int | None, typer.Option(help="Random seed of the sampling; default: 0.")]
 Beams = Annotated[int, typer.Option(min=1, help="Beam search with that many beams; 1: sampling.")]
 
+Cache = Annotated[
+    Literal["auto", "growing", "static"],
+    typer.Option(
+        help="KV cache: static has a fixed capacity, so that each step is a CUDA graph on a GPU and can be compiled; "
+        "auto: static there and with --compile, if all parts of the model have such a form; else growing."
+    ),
+]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile the step of the static cache, once, by torch.compile."),
+]
+
 
 def generate(
     run: RunFolder,
@@ -78,6 +90,8 @@ def generate(
     length_penalty: LengthPenalty = None,
     penalty_form: PenaltyForm = None,
     exits: Exits = True,
+    cache: Cache = "auto",
+    compile: Compile = False,
     ema: Ema = False,
     plugins: Plugins = False,
     step: Step = None,
@@ -111,6 +125,8 @@ def generate(
             length_penalty=0.6 if length_penalty is None else length_penalty,
             penalty_form=penalty_form or "wu",
             exits=exits,
+            cache=cache,
+            compile=compile,
             ema=ema,
             top_p=top_p,
             repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,

@@ -1,5 +1,7 @@
 """The command line. Each command imports what it needs when it runs, so that --help is fast."""
 
+import contextlib
+import io
 import os
 import sys
 import warnings
@@ -12,9 +14,10 @@ import typer
 
 from xscale.cli.bench import bench_app
 from xscale.cli.checkpoint import checkpoint_app
-from xscale.cli.complete import LauncherCommand, complete_doctor, complete_launch
+from xscale.cli.complete import LauncherCommand, complete_doctor, complete_launch, of_option
 from xscale.cli.data import data_app
 from xscale.cli.evaluate import evaluate
+from xscale.cli.file_errors import OF_THE_DISK, file_sentence
 from xscale.cli.generate import generate
 from xscale.cli.group import Group
 from xscale.cli.options import CommandWithSettings
@@ -133,7 +136,7 @@ def main(command: Callable[[], object] = app) -> None:
             if COMPLETION & set(sys.argv[1:2]):
                 _check_shell(sys.argv[1])
             try:
-                command()
+                _run_or_complete(command)
             finally:
                 flush_output()
     except ConfigError as error:
@@ -145,6 +148,27 @@ def main(command: Callable[[], object] = app) -> None:
     except FaultError as error:
         _print_errors([str(error)], same_on_all_ranks=False)
         sys.exit(EXIT_FAULT)
+    except OSError as error:
+        sentence = file_sentence(error)
+        if sentence is None:
+            raise
+        _print_errors([sentence], same_on_all_ranks=False)
+        sys.exit(EXIT_FAULT if error.errno in OF_THE_DISK else EXIT_USER)
+
+
+def _run_or_complete(command: Callable[[], object]) -> None:
+    """Run the command; where a shell asks for the value in `--option=value`, print candidates as it takes them."""
+    from xscale.mesh.environment import split_joined_option
+
+    shell, option = split_joined_option()
+    if not option:
+        command()
+        return
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as values:
+            command()
+    finally:
+        print(of_option(shell, option, values.getvalue()), end="")
 
 
 def _check_shell(option: str) -> None:

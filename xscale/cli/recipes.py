@@ -43,7 +43,7 @@ def explain(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            help="A config or recipe: say where it has the key, and its value.",
+            help="A config, recipe or run: say where it has the key, and its value.",
             autocompletion=complete_recipe,
             parser=path_or_pattern,
         ),
@@ -53,10 +53,10 @@ def explain(
 ) -> None:
     """Explain a config key: type, default, choices, meaning, override, the parts that have it; or list a section."""
     from xscale.commands.show.explain import explain as run
-    from xscale.commands.show.recipes import config_file, what_else
+    from xscale.commands.show.recipes import recipe_or_run, what_else
     from xscale.core.compose import compose
 
-    composed = None if recipe is None else compose(config_file(recipe), overrides or [])
+    composed = None if recipe is None else compose(recipe_or_run(recipe), overrides or [])
     run(key, composed, recipe or "", what_else=what_else(key or ""), as_json=json)
 
 
@@ -74,7 +74,7 @@ def init(
     ] = None,
 ) -> None:
     """Write a recipe as one commented YAML file to edit. A file that exists is not overwritten."""
-    from xscale.commands.show.recipes import init as run
+    from xscale.commands.show.init_config import init as run
 
     run(recipe, out)
 

@@ -48,6 +48,10 @@ def check_part(module: str, names: list[str]) -> int:
     return EXIT_FAULT if failed else EXIT_DONE
 
 
+FEW = 8
+"""At most so many files are listed."""
+
+
 def _line(verdict: Verdict) -> str:
     if verdict.reason is None:
         return f"  ok     {verdict.check.sentence}"
@@ -57,6 +61,12 @@ def _line(verdict: Verdict) -> str:
 def _imported(module: str) -> str:
     """Import a file, or a module by its name, and return the name of the module."""
     file = Path(module)
+    if file.is_dir() and not (file / "__init__.py").is_file():
+        files = sorted(inner.name for inner in file.glob("*.py"))
+        fix = (
+            f"Give one of its files: {', '.join(files[:FEW])}." if files else "Give a Python file."
+        )
+        raise ConfigError(module, "this is a folder, and no module", fix)
     if file.suffix != ".py" and not file.is_file():
         if problems := import_plugins([module]):
             raise ConfigError(problems)

@@ -88,7 +88,7 @@ def search(
 
     def change(more: Sequence[str]) -> Recipe | None:
         changed, _ = read(config, [*overrides, *more])
-        return None if changed.check(ranks) else changed
+        return changed if changed.is_valid(ranks) else None
 
     fixed = frozenset(override.partition("=")[0] for override in overrides)
     layouts = searching.search(

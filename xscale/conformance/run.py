@@ -1,6 +1,7 @@
 """Run the checks of a family on parts: all of them for `xscale check-part`, the quick ones at the start of a run."""
 
 import importlib
+import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
@@ -24,12 +25,13 @@ CORE = (
     "core_dropout",
     "core_prefix",
     "core_scores",
+    "core_static",
     "core_running_stats",
     "core_extremes",
 )
 SUITES = {
     "model": ("model",),
-    "mixer": ("attention.mixer", "attention.mixer_padding"),
+    "mixer": ("attention.mixer", "attention.mixer_padding", "attention.mixer_extremes"),
     "core": tuple(f"attention.{name}" for name in CORE),
     "pattern": ("pattern",),
     "position": ("position",),
@@ -106,9 +108,19 @@ def broken_promises(modules: Iterable[str]) -> list[Problem]:
         )
         if broken is not None:
             what = f"{broken.part} breaks a promise, {broken.check.sentence}: {broken.reason}"
-            fix = f"Mend {entry.part.__module__}; `xscale check-part {entry.part.__module__}` runs all checks."
+            module = _typed_module(entry.part.__module__)
+            fix = f"Mend {module}; `xscale check-part {module}` runs all checks."
             problems.append(Problem("plugins", what, fix))
     return problems
+
+
+def _typed_module(name: str) -> str:
+    """What `xscale check-part` takes for a module: its name if it is installed, else its file."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None or "." in name or "site-packages" in file:
+        return name
+    path = Path(file)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _passed(check: Check, entry: Entry[Any]) -> tuple[int, str | None]:

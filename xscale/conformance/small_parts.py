@@ -136,9 +136,13 @@ def close(actual: Tensor, expected: Tensor) -> bool:
     return torch.allclose(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-def gradients_of(loss: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+def gradients_of(
+    loss: Tensor, inputs: list[Tensor], *, retain_graph: bool = False
+) -> tuple[Tensor, ...]:
     """The gradients of a loss; zeros for inputs that a part does not read."""
-    return torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(
+        loss, inputs, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+    )
 
 
 def slope_fits(function: Any, inputs: list[Tensor]) -> bool:

@@ -9,6 +9,8 @@ from xscale.core.yaml_writer import flow_text
 
 Edit = tuple[str, Any]
 """Dotted key of a recipe, and a value for it."""
+OF_PART = ":"
+"""Stands between a kind of parts and a key of theirs."""
 LISTED = 6
 """At most so many values of one key are tried until they work, and named."""
 
@@ -18,7 +20,8 @@ class Choice:
     """A change of a recipe that may end a problem."""
 
     edits: tuple[Edit, ...]
-    """Keys with their values; an empty key is the one at fault, and `FAMILY KIND` every part of that kind."""
+    """Keys with their values; an empty key is the one at fault, `FAMILY KIND` every part of that kind, and
+    `FAMILY KIND:KEY` that key of each."""
     further: tuple[Edit, ...] = ()
     """Edits that must go with them, which the solver has found."""
 
@@ -63,6 +66,9 @@ def _phrase(group: list[Choice], path: str) -> str:
         for choice in group
     ]
     listed = listed_names(values)
+    kind, of_part, inner = kind.partition(OF_PART)
+    if of_part:
+        return f"{inner}={listed} of the {family} '{kind}'"
     if kind:
         return f"the {family} {listed} in place of '{kind}'"
     start = "" if key in ("", path) else f"{key}="

@@ -187,10 +187,12 @@ def _known_key(schema: Any, loc: tuple[Any, ...], above: str) -> str:
         return f"A value needs a space before it: {{{key.replace(':', ': ', 1)}}}."
     # `lr` is not a misspelling of the section `lora`, but `train.step` is one of `train.steps`.
     sections = sorted(_paths(schema, key), key=lambda path: path.count("."))
-    if (meant := meant_by(key)) or way_of(key):
+    section = above + "".join(f"{name}." for name in loc[:-1])
+    # `path` of a source that has `paths` is a misspelling.
+    way = "" if f"{key}s" in keys else way_of(f"{section}{key}")
+    if (meant := meant_by(key)) or way:
         *_, last = meant.split(".")
-        section = above + "".join(f"{name}." for name in loc[:-1])
-        return way_of(key) or f"Did you mean '{f'{section}{last}' if last in keys else meant}'?"
+        return way or f"Did you mean '{f'{section}{last}' if last in keys else meant}'?"
     if is_near(key, keys) and (len(loc) > 1 or not sections):
         return nearest(key, keys)
     if not sections:

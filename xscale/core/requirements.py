@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from xscale.core.choices import Choice, Edit
+from xscale.core.choices import OF_PART, Choice, Edit
 from xscale.core.config import Config
 from xscale.core.errors import Problem
 
@@ -89,17 +89,26 @@ def instead(family: str, kind: str, names: Iterable[str]) -> tuple[Choice, ...]:
     return tuple(Choice(((f"{family} {kind}", name),)) for name in ordered)
 
 
+def in_parts(family: str, kind: str, key: str, *values: Any) -> tuple[Choice, ...]:
+    """Return a choice for each value of `key` in all parts of `kind`. `with_paths` finds where they are."""
+    return take(*values, key=f"{family} {kind}{OF_PART}{key}")
+
+
 def with_paths(problem: Problem, config: Config, path: str) -> Problem:
-    """Return the problem with the keys of the choices of `instead`, in the config at `path`."""
+    """Return the problem with the keys of the choices of `instead` and `in_parts`, in the config at `path`."""
     choices: list[Choice] = []
     for choice in problem.choices:
-        (key, name), *further = choice.edits
-        family, _, kind = key.partition(" ")
-        choices += (
-            [choice]
-            if further or not kind
-            else kinds([name], *part_paths(config, family, kind, path))
-        )
+        (key, value), *further = choice.edits
+        family, _, part = key.partition(" ")
+        if further or not part:
+            choices.append(choice)
+            continue
+        kind, of_part, inner = part.partition(OF_PART)
+        paths = part_paths(config, family, kind, path)
+        if not of_part:
+            choices += kinds([value], *paths)
+        elif paths:
+            choices.append(Choice(tuple((f"{where}.{inner}", value) for where in paths)))
     return replace(problem, choices=tuple(choices))
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import atomic_write, reporting_full_disk, write_atomically
-from xscale.core.files.file_safety import is_regular, open_regular
+from xscale.core.files.file_safety import check_readable, open_regular
 from xscale.data.token_starts import DocumentStarts, TokenStarts, not_contiguous
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -252,14 +252,13 @@ class IndexedDataset:
     def _check_sizes(self, dtype: np.dtype[Any], total: int) -> None:
         try:
             size = self.bin.stat().st_size
+            check_readable(self.bin)
         except OSError as error:
             raise ConfigError(
                 str(self.bin),
                 f"the tokens cannot be read: {error.strerror}",
                 "Copy the pair again.",
             ) from None
-        if not is_regular(self.bin):
-            raise ConfigError(str(self.bin), "this is not a regular file", "Copy the pair again.")
         need = total * dtype.itemsize
         if size != need:
             what = f"it is {size} bytes long, but {self.idx.name} describes {total} tokens, {need} bytes"

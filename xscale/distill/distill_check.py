@@ -4,7 +4,7 @@ from torch import nn
 
 from xscale.core.choices import Choice, Edit
 from xscale.core.errors import ConfigError, Problem
-from xscale.core.requirements import change, kinds, take
+from xscale.core.requirements import change, in_parts, kinds, take
 from xscale.distill.teacher_source import (
     BLOCKS,
     TeacherSource,
@@ -55,8 +55,9 @@ def check_distillation(settings: Settings, world: int) -> list[Problem]:
     problems = []
     if config.teacher is None and config.train_teacher is None:
         what = "there is no teacher"
-        fix = "Give the folder of a run or of a Hugging Face model, or train one first by distill.train_teacher."
-        problems.append(Problem(f"{PATH}.teacher", what, fix))
+        fix = "Or give the folder of a run or of a Hugging Face model."
+        choices = take({}, key=f"{PATH}.train_teacher") + take(None, key=PATH)
+        problems.append(Problem(f"{PATH}.teacher", what, fix, choices=choices))
     if not config.inner_weight + config.outer_weight:
         choices = take(0.5, key=f"{PATH}.soft_weight")
         problems.append(Problem(PATH, "all weights are 0, so nothing is learned", choices=choices))
@@ -173,8 +174,9 @@ def check_student(
         problems += _check_attention(stack, len(stack.blocks), "the student")
         if parallel.mesh.cp > 1 and sublayers_on_gathered(stack, parallel):
             what = "attention on the gathered sequence hands on no scores of a rank's queries"
-            fix = "Or take mixers with a style of their own: mixer.dropout=0 allows more."
+            fix = "Or take mixers with a style of their own."
             choices = take(0.0, key=f"{PATH}.attention_weight")
+            choices += in_parts("mixer", "attention", "dropout", 0.0)
             problems.append(Problem("parallel.context.gather", what, fix, choices=choices))
     return problems
 
@@ -325,8 +327,8 @@ def _check_blocks(config: DistillConfig, student: nn.Module, teacher: nn.Module)
         for heads_of_student, taught in sorted(counts):
             if heads_of_student != taught:
                 what = f"attention scores of {heads_of_student} heads are compared with the teacher's of {taught}"
-                fix = f"Or take heads={taught}."
-                problems.append(Problem(f"{PATH}.attention_weight", what, fix, choices=take(0.0)))
+                choices = take(0.0) + in_parts("mixer", "attention", "heads", taught)
+                problems.append(Problem(f"{PATH}.attention_weight", what, choices=choices))
     return problems + (_check_shapes(student, teacher, layers) if config.init_from_teacher else [])
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from xscale.generate.generate import incremental
+from xscale.generate.decoders import incremental
 from xscale.nn.head.head import ONLY_LAST_LOGITS
 from xscale.nn.tokens import Tokens
 

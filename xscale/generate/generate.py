@@ -1,19 +1,17 @@
 """Generation of text token by token, with the mixers' KV caches and states, and the samples after the last step."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.tokenizer.tokenizer import Tokenizer
-from xscale.mesh.collectives import broadcast_int, sum_scalars
-from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
-from xscale.nn.forward import Forward
-from xscale.nn.head.head import ONLY_LAST_LOGITS, Head
+from xscale.generate.decoders import Decoding, make_decoder
+from xscale.mesh.collectives import broadcast_int
+from xscale.nn.depth.early_exit import ExitPolicyConfig
+from xscale.nn.head.head import Head
 from xscale.nn.init import seed_of
-from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.model import MODELS
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
@@ -22,6 +20,8 @@ from xscale.observe import SampleReport
 from xscale.run.parts import RunParts
 from xscale.run.run_data import special_tokens_of
 from xscale.settings.settings import Settings
+
+AUTO, GROWING = Decoding(), Decoding(cache="growing")
 
 
 @torch.no_grad()
@@ -41,6 +41,7 @@ def generate(
     stops: Callable[[list[int]], bool] | None = None,
     top_p: float | None = None,
     repetition_penalty: float = 1.0,
+    decoding: Decoding = AUTO,
 ) -> Tensor:
     """Generate from prompt ids [T] up to `length` further ids, without the `end` token that stops generation.
 
@@ -49,32 +50,28 @@ def generate(
     blocks behind it compute their keys and values from the hidden state that left. None: all blocks are computed.
     `prefix`: whether the prompt is a prefix, whose tokens see each other in both directions. `stops`: told the ids so
     far, whether generation stops after them. `top_p` and `repetition_penalty` are those of `restricted_logits`.
+    `decoding`: how the steps are computed; ConfigError where it cannot be.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed_of(seed, "generate"))
     device = prompt.device
-    source_tokens = Tokens.from_ids(source[None]) if source is not None else None
-    # A pipeline rank has only some of the blocks, and all ranks must make the same decision.
-    all_incremental = sum_scalars([float(not incremental(model))], device)[0] == 0
-    cache: dict[str, object] | None = {} if all_incremental else None
+    limit = length if window is None else min(length, window - len(prompt))
+    decoder = make_decoder(
+        model,
+        len(prompt) + limit,
+        decoding,
+        device=device,
+        source=Tokens.from_ids(source[None]) if source is not None else None,
+        policy=policy,
+        prefix=prefix,
+    )
     ids = prompt
     generated: list[int] = []
-    done = 0
-    limit = length if window is None else min(length, window - len(prompt))
     for _ in range(limit):
-        first = done if cache is not None else 0
-        positions = torch.arange(first, len(ids), device=device)[None]
-        tokens = Tokens(ids[None, first:], positions, forward=Forward(cache=cache))
-        tokens = tokens.with_signals({ONLY_LAST_LOGITS: True})
-        if prefix and first == 0:
-            tokens = replace(tokens, prefix=positions < len(prompt))
-        if policy is not None:
-            tokens = tokens.with_signals({EARLY_EXIT: EarlyExit(policy)})
-        logits = model(tokens, None, source_tokens)
-        done = len(ids)
+        logits = decoder.next_logits(ids)
         # On a GPU the ranks' logits may differ in the last bit, and so in the token.
         last = restricted_logits(
-            logits[0, -1].float().cpu(), ids.cpu(), temperature, top_k, top_p, repetition_penalty
+            logits.float().cpu(), ids.cpu(), temperature, top_k, top_p, repetition_penalty
         )
         token = broadcast_int(sample_token(last, generator), device)
         if token == end:
@@ -145,11 +142,6 @@ def restricted_logits(
 def sample_token(logits: Tensor, generator: torch.Generator) -> int:
     """Sample one id from logits [V]."""
     return int(torch.multinomial(torch.softmax(logits.double(), -1), 1, generator=generator))
-
-
-def incremental(model: nn.Module) -> bool:
-    """Whether every mixer decodes incrementally; otherwise each token costs a forward over the full sequence."""
-    return all(module.decodes for module in model.modules() if isinstance(module, Mixer))
 
 
 def encode_prompt(
@@ -227,6 +219,8 @@ def write_samples(parts: RunParts, step: int, on_token: Callable[[], None]) -> l
             window=settings.data.sequence_length,
             prefix=OBJECTIVES.of(settings.objective).traits.prefix,
             stops=stops,
+            # A few tokens, between steps of a model whose memory is full: no graph is worth its capture.
+            decoding=GROWING,
         )
         samples.append(
             SampleReport(step, sample.prompts[number], tokenizer.decode(tokens.tolist()))

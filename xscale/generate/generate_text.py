@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xscale.core.errors import ConfigError
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.generate.beam_search import PenaltyForm, beam_search
+from xscale.generate.decoders import CacheKind, Decoding
 from xscale.generate.exit_policy import exit_policy_of
 from xscale.generate.generate import encode_prompt, generate, lay_out_matrices
 from xscale.generate.parallel_decoding import decode_in_parallel
@@ -19,7 +20,7 @@ from xscale.objective.fill_in_middle import FillInMiddle
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.parallel.plan import DTYPES
 from xscale.parallel.precision import precision
-from xscale.run.load_run import load_run
+from xscale.run.load_run import LoadedRun, load_run
 from xscale.run.run_data import special_tokens_of
 from xscale.settings.settings import Settings
 
@@ -41,38 +42,37 @@ def generate_text(
     ema: bool = False,
     top_p: float | None = None,
     repetition_penalty: float = 1.0,
+    cache: CacheKind = "auto",
+    compile: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
     a `suffix`, the latter alone. Several beams search for the likeliest text, by all blocks, and sample nothing.
-    `exits`: whether tokens leave by the policy of its exits, if it has one. `say` is told the step."""
-    loaded = load_run(folder, plugins=plugins, ema=ema)
-    say(f"{folder}: step {loaded.step}")
+    `exits`: whether tokens leave by the policy of its exits, if it has one. `cache` and `compile` are those of
+    `Decoding`. `say` is told the step, and how tokens are computed."""
+    decoding = Decoding(cache, compile, say)
+    decoding.check()
+    loaded = _load(folder, plugins=plugins, ema=ema, say=say)
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
-    _require_decoder(settings, folder)
-    _cast_and_lay_out(loaded.model, settings)
     data, device = settings.data, loaded.mesh.device
     window, longest = _lengths(settings, has_source=traits.source)
     objective: Objective = OBJECTIVES.build(
         settings.objective, special_tokens_of(tokenizer), data.source_length, settings.run.seed
     )
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
-    source = None
-    if traits.source:
-        source = torch.tensor(objective.source_of(prompt_ids), device=device)
-        prompt_ids = [objective.start]
-    ids = torch.tensor(prompt_ids, device=device)
+    ids, source = _inputs(prompt_ids, objective, has_source=traits.source, device=device)
     # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
         if isinstance(objective, Disco):
-            _refuse_beams(beams)
+            _require_one_pass(beams, decoding)
             assert source is not None, "it is for models with a source"
             longest = min(tokens, data.target_length)
             return tokenizer.decode(decode_in_parallel(loaded.model, source, objective, longest))
         shared: dict[str, Any] = {"end": tokenizer.eos, "source": source, "window": window}
         shared["prefix"] = OBJECTIVES.of(settings.objective).traits.prefix
         if beams > 1:
+            _refuse_static(decoding, "beam search reads all tokens of its hypotheses at each step")
             shared |= {"length_penalty": length_penalty, "penalty_form": penalty_form}
             hypotheses = beam_search(loaded.model, ids, tokens, beams=beams, **shared)
             written = list(hypotheses[0].ids)
@@ -80,9 +80,19 @@ def generate_text(
             sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
             sampling |= {"top_p": top_p, "repetition_penalty": repetition_penalty}
             sampling["policy"] = exit_policy_of(loaded.model) if exits else None
+            sampling["decoding"] = decoding
             written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
     text = tokenizer.decode(written)
     return text if traits.source or suffix is not None else prompt + text
+
+
+def _load(folder: Path, *, plugins: bool, ema: bool, say: Callable[[str], None]) -> LoadedRun:
+    """Load the run, its weights ready for inference. ConfigError where its model cannot generate text."""
+    loaded = load_run(folder, plugins=plugins, ema=ema)
+    say(f"{folder}: step {loaded.step}")
+    _require_decoder(loaded.settings, folder)
+    _cast_and_lay_out(loaded.model, loaded.settings)
+    return loaded
 
 
 def _require_decoder(settings: Settings, folder: Path) -> None:
@@ -97,6 +107,16 @@ def _cast_and_lay_out(model: nn.Module, settings: Settings) -> None:
     dtypes = settings.precision
     precision.cast_parameters(model, DTYPES[dtypes.compute], DTYPES[dtypes.master])
     lay_out_matrices(model)
+
+
+def _inputs(
+    prompt_ids: list[int], objective: Objective, *, has_source: bool, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return the ids [T] that the model continues, and those [S] of its source: of the prompt, if it has one."""
+    if not has_source:
+        return torch.tensor(prompt_ids, device=device), None
+    source = torch.tensor(objective.source_of(prompt_ids), device=device)
+    return torch.tensor([objective.start], device=device), source
 
 
 def _lengths(settings: Settings, *, has_source: bool) -> tuple[int | None, int | None]:
@@ -140,8 +160,17 @@ def encode_sides(
     return ids
 
 
-def _refuse_beams(beams: int) -> None:
-    """Refuse a search by a model that writes all tokens at once: ConfigError."""
+def _require_one_pass(beams: int, decoding: Decoding) -> None:
+    """Refuse a search and a static cache for a model that writes all tokens at once: ConfigError."""
     if beams > 1:
         fix = "Take 1; objective.length_candidates are its alternatives."
         raise ConfigError("--beams", "the model writes all tokens at once, without a search", fix)
+    _refuse_static(decoding, "the model writes all tokens at once, without steps")
+
+
+def _refuse_static(decoding: Decoding, why: str) -> None:
+    """Refuse a static cache that was asked for where there is no step over it: ConfigError."""
+    if decoding.compile:
+        raise ConfigError("--compile", why, "Leave it out.")
+    if decoding.cache == "static":
+        raise ConfigError("--cache", why, "Take auto or growing.")

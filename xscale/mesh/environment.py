@@ -95,18 +95,18 @@ def meeting_place() -> str:
 
 def check_rendezvous(world: int) -> None:
     """ConfigError unless MASTER_ADDR and MASTER_PORT say where the ranks of a world of this size meet."""
-    problems = []
-    if not os.environ.get("MASTER_ADDR"):
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    missing = [
+        name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not value
+    ]
+    if missing:
         what = (
-            f"is not set, and RANK and WORLD_SIZE={world} say that this is one of several processes"
+            f"{'are' if len(missing) > 1 else 'is'} not set, and RANK and WORLD_SIZE={world} say "
+            "that this is one of several processes"
         )
-        problems.append(Problem("MASTER_ADDR", what, FIX))
-    port = os.environ.get("MASTER_PORT", "")
+        raise ConfigError(" and ".join(missing), what, FIX)
     if not _is_number(port) or not 0 < int(port) < 2**16:
-        what = f"is {port[:SHOWN]!r}, which is no port" if port else "is not set"
-        problems.append(Problem("MASTER_PORT", what, FIX))
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError("MASTER_PORT", f"is {port[:SHOWN]!r}, which is no port", FIX)
 
 
 def is_in_terminal_of_srun() -> bool:
@@ -147,6 +147,15 @@ def launcher_stop_seconds() -> float | None:
 def set_deepspeed_accelerator(kind: str) -> None:
     """Set the device type, `cpu` or `cuda`, which DeepSpeed reads when it is first imported."""
     os.environ["DS_ACCELERATOR"] = kind
+
+
+def bound_mlflow_attempts() -> None:
+    """Let MLflow's client give a server up after half a minute, not four, where no variable says how long it tries.
+
+    It is called between steps, and what it could not send is sent again later.
+    """
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 
 
 def silence_profiler_log() -> None:
@@ -205,6 +214,25 @@ def join_split_options() -> None:
         line, number = f"{line[: match.end(1)]}={line[match.end() :]}", str(int(number) - joined)
     if line:
         os.environ |= {"COMP_WORDS": line, "COMP_CWORD": number}
+
+
+OPTION_AND_VALUE = re.compile(r"(?<=\s)(--[\w-]+=)(\S*)$")
+"""An option with its value, as the last word of a command line."""
+
+
+def split_joined_option() -> tuple[str, str]:
+    """Split the last word, `--option=value`, that zsh or fish asks to complete; return the shell and `--option=`.
+
+    Both are empty for another word, and for bash, which splits it itself. These shells take candidates for whole words.
+    """
+    shell = os.environ.get("_XSCALE_COMPLETE", "").removeprefix("complete_")
+    line = os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    match = OPTION_AND_VALUE.search(line)
+    if shell not in ("zsh", "fish") or match is None:
+        return "", ""
+    # Without a value the line ends in a space, behind which a new word begins.
+    os.environ["_TYPER_COMPLETE_ARGS"] = f"{line[: match.end(1) - 1]} {match[2]}"
+    return shell, match[1]
 
 
 def waiting_policy() -> str:

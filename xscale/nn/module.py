@@ -159,6 +159,14 @@ class Module(nn.Module):
         """List what the module needs of the layout and of the engine of a run, each with the reason."""
         return []
 
+    def why_not_static(self) -> str | None:
+        """Return why a step of generation with it has no static form, a clause about it; None: it has one.
+
+        A static step has the same shapes, and reads and writes the same memory, whatever the number of tokens so far,
+        and waits for no number on the host: it can be compiled once, and captured as a CUDA graph.
+        """
+        return None
+
     def use(self, parameter: Tensor) -> Tensor:
         """Local shard of `parameter` in compute dtype: what forward computes with."""
         return parameter if self.param_hook is None else self.param_hook(parameter)

@@ -25,6 +25,9 @@ class NeighbourReader(Module):
     sharded_over_tp: bool = True
     """Whether each rank of tensor parallelism reads a part of the channels."""
 
+    def why_not_static(self) -> str | None:
+        return "it keeps the inputs of the tokens before, in a new tensor after each"
+
     def with_neighbours(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Prepend `left` and append `right` neighbours: x [B, T, C] -> [B, left + T + right, C] and their documents.
 

@@ -125,14 +125,15 @@ class RandomNumbers:
         By torch's fused attention, which draws its own mask.
         """
         grouped = q.shape[1] != k.shape[1]
+        if grouped and q.shape[2] == 1 and not p and (attn_mask is None or attn_mask.shape[1] == 1):
+            # A single query: those of a group are the rows of one head, so that no key is repeated.
+            packed = q.reshape(*k.shape[:2], -1, q.shape[3])  # [B, G, H / G, K]
+            mixed = F.scaled_dot_product_attention(packed, k, v, attn_mask=attn_mask)
+            return mixed.reshape(q.shape)
         if grouped and attn_mask is not None and q.is_cuda:
             # Flash takes no mask, and the memory-efficient kernel no groups: torch would compute all scores.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             grouped = False
-        if grouped and attn_mask is None and q.shape[2] == 1 and not p:
-            # A single query: those of a group are the rows of one head, so that no key is repeated.
-            packed = q.reshape(*k.shape[:2], -1, q.shape[3])  # [B, G, H / G, K]
-            return F.scaled_dot_product_attention(packed, k, v).reshape(q.shape)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, dropout_p=p, is_causal=is_causal, enable_gqa=grouped
         )

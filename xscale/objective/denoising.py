@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.init import seed_of
 from xscale.nn.tokens import PACKED_PADDING, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTraits, SpecialTokens
@@ -60,20 +61,22 @@ class Denoising(Objective):
         problems = []
         if not any(getattr(config, name) for name in CORRUPTIONS):
             what = "no text is corrupted, and the model would learn to copy"
-            problems.append(Problem(path, what, f"Set one of {', '.join(CORRUPTIONS)} above 0."))
+            choices = [choice for name in CORRUPTIONS for choice in take(0.3, key=f"{path}.{name}")]
+            fix = "Other values above 0 work too."
+            problems.append(Problem(path, what, fix, choices=tuple(choices)))
         if specials is None:
             return problems
         for name in ("masked_tokens", "infilled"):
             if getattr(config, name) and specials.mask is None:
-                fix = "Take 0, name one (data.tokenizer.mask), or take another tokenizer."
-                problems.append(Problem(f"{path}.{name}", "the tokenizer has no mask token", fix))
+                what = "the tokenizer has no mask token"
+                fix = "Or name one (data.tokenizer.mask), or take another tokenizer."
+                problems.append(Problem(f"{path}.{name}", what, fix, choices=take(0.0)))
         if config.permuted_sentences and not specials.sentence_ends:
             what = (
                 "the tokenizer has no token that ends in a full stop, and so no end of a sentence"
             )
-            problems.append(
-                Problem(f"{path}.permuted_sentences", what, "Take 0, or another tokenizer.")
-            )
+            fix = "Or take another tokenizer."
+            problems.append(Problem(f"{path}.permuted_sentences", what, fix, choices=take(0.0)))
         return problems
 
     @property

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
 from xscale.objective.metrics import class_metrics, marks_spans, score_metrics, span_metrics
@@ -41,12 +42,11 @@ class LabelledObjective(Objective):
         problems = []
         if config.z_loss_weight:
             what = "keeps the logits of a vocabulary small, and labels have none"
-            problems.append(Problem(f"{path}.z_loss_weight", what, "Take 0."))
+            problems.append(Problem(f"{path}.z_loss_weight", what, choices=take(0.0)))
         if not config.dense and config.dense_activation != "tanh":
             what = "is the activation of a dense layer, and there is none"
-            problems.append(
-                Problem(f"{path}.dense_activation", what, f"Take tanh, or {path}.dense=true.")
-            )
+            choices = take("tanh") + take(True, key=f"{path}.dense")
+            problems.append(Problem(f"{path}.dense_activation", what, choices=choices))
         return problems
 
     def batch(
@@ -88,7 +88,8 @@ class _Pooled(LabelledObjective):
     def check_model(cls, config: Config, *, causal: bool, path: str) -> list[Problem]:
         if causal and config.pool == "first":
             what = "the first token of a causal model has read no other"
-            return [Problem(f"{path}.pool", what, "Take last, or a bidirectional model.")]
+            choices = take("last") + take("encoder", key="model.kind")
+            return [Problem(f"{path}.pool", what, choices=choices)]
         return []
 
     def types(self, tokens: Tensor, documents: Tensor) -> Tensor | None:
@@ -145,7 +146,7 @@ class Regress(_Pooled):
         problems = super().check(config, specials, length, path)
         if config.label_smoothing:
             what = "scores have no distribution to smooth"
-            problems.append(Problem(f"{path}.label_smoothing", what, "Take 0."))
+            problems.append(Problem(f"{path}.label_smoothing", what, choices=take(0.0)))
         return problems
 
     @classmethod

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
 from xscale.nn.tokens import Tokens
@@ -35,7 +36,9 @@ class Masked(Objective):
         problems = []
         if config.mask_fraction + config.random_fraction > 1:
             what = f"mask_fraction {config.mask_fraction} + random_fraction {config.random_fraction} exceeds 1"
-            problems.append(Problem(path, what, "Lower one of them."))
+            choices = take(round(1 - config.random_fraction, 4), key=f"{path}.mask_fraction")
+            choices += take(round(1 - config.mask_fraction, 4), key=f"{path}.random_fraction")
+            problems.append(Problem(path, what, "Lower values work too.", choices=choices))
         if specials is not None and specials.mask is None:
             what = "the tokenizer has no mask token"
             problems.append(

@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.head.pooler import LABELS
 from xscale.nn.init import seed_of
@@ -74,7 +75,9 @@ class MaskedSentences(Masked):
                 f"mask_probability {config.mask_probability} + "
                 f"shuffled_trigrams {config.shuffled_trigrams} exceeds 1"
             )
-            problems.append(Problem(path, what, "Lower one of them."))
+            choices = take(round(1 - config.shuffled_trigrams, 4), key=f"{path}.mask_probability")
+            choices += take(round(1 - config.mask_probability, 4), key=f"{path}.shuffled_trigrams")
+            problems.append(Problem(path, what, "Lower values work too.", choices=choices))
         return problems
 
     def batch(

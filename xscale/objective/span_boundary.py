@@ -23,7 +23,8 @@ from xscale.objective.random_spans import draw_spans
     traits=ObjectiveTraits(causal=False, source=False, random=True),
     deviations=(
         "Spans begin and end at tokens of the tokenizer, not at whole words.",
-        "Two spans never touch, and none begins or ends a document of a sample, so that each has both its boundaries.",
+        "Two spans never touch, and none begins or ends a document of a sample, so that each has both its boundaries. "
+        "What does not fit is cut off, so that spans have 3.5 tokens in the mean, not 3.8.",
     ),
 )
 class SpanBoundary(Masked):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xscale.core import config as schema
 from xscale.core.errors import Problem
+from xscale.core.requirements import take
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.init import seed_of
 from xscale.nn.tokens import PACKED_PADDING, Tokens
@@ -21,6 +22,8 @@ from xscale.objective.span import corrupt_spans
 
 MODES = ("R", "S", "X")
 """Modes, whose tokens are the last sentinels in this order."""
+MEAN_LENGTHS = (4, 8, 16)
+"""Mean lengths of spans that are tried where those of a denoiser are too short."""
 
 
 class DenoiserConfig(schema.Config):
@@ -79,8 +82,11 @@ class Ul2(Objective):
             corrupted, spans = denoiser.counts(length)
             if max(length - corrupted + spans + 2, corrupted + spans + 1) > length:
                 what = f"with {corrupted} corrupted tokens in {spans} spans source or target exceed {length} tokens"
-                fix = "Raise mean_length, take a noise_density nearer to 0.5, or lengthen the sequence."
-                problems.append(Problem(f"{path}.denoisers.{number}", what, fix))
+                where = f"{path}.denoisers.{number}"
+                choices = take(*MEAN_LENGTHS, key=f"{where}.mean_length")
+                choices += take(0.5, key=f"{where}.noise_density")
+                choices += take(2 * length, 4 * length, key="data.sequence_length")
+                problems.append(Problem(where, what, choices=choices))
             problems += check_sentinels(spans, specials, f"{path}.denoisers.{number}")
         return problems
 

@@ -108,11 +108,13 @@ def check_groups(
                 f"'{group.match}' matches only parameters of earlier groups, "
                 f"such as '{earlier}'; the first match wins"
             )
-            fix = "Put it before them, or leave it out."
+            reordered = [group, *groups[:index], *groups[index + 1 :]]
+            first = [other.model_dump(mode="json", exclude_defaults=True) for other in reordered]
+            choices = take(first, first[1:], key=path)
         else:
             what = f"no trained parameter has a name that matches '{group.match}'"
-            fix = f"The nearest are {', '.join(nearest_patterns(group.match, names))}."
-        problems.append(Problem(f"{path}.{index}.match", what, fix))
+            choices = take(*nearest_patterns(group.match, names))
+        problems.append(Problem(f"{path}.{index}.match", what, choices=choices))
     return problems
 
 

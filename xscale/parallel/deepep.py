@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from xscale.core.choices import Choice
 from xscale.core.errors import Problem
-from xscale.core.requirements import instead, take
+from xscale.core.requirements import in_parts, instead, take
 from xscale.nn.ffn.moe.permutation import DispatchPlan, experts_of_rows
 from xscale.nn.ffn.moe.router.router import ROUTERS
 from xscale.nn.module import substitute
@@ -70,7 +70,7 @@ def check(
             refuse(what, fix="Or change the width.")
         if moe.config.expert_dropout:
             what = "expert_dropout draws by keys that travel with the rows, and DeepEP sends none"
-            refuse(what, fix="Or take expert_dropout=0.")
+            refuse(what, in_parts("ffn", "moe", "expert_dropout", 0.0))
         router = str(moe.config.router.kind)
         if ROUTERS.of(moe.config.router).traits.choice != "token":
             what = (
@@ -86,17 +86,14 @@ def unsupported_device(parallel: ParallelConfig, device: torch.device) -> Proble
         return None
     key, gpu = "parallel.expert.dispatch", "{}.{}".format(*CAPABILITY)
     if device.type != "cuda":
-        return Problem(
-            key, f"DeepEP needs GPUs, and the device is a {device.type}", "Take all_to_all."
-        )
+        what = f"DeepEP needs GPUs, and the device is a {device.type}"
+        return Problem(key, what, choices=take("all_to_all"))
     if torch.cuda.get_device_capability(device) < CAPABILITY:
-        return Problem(
-            key, f"DeepEP needs GPUs of compute capability {gpu} or newer", "Take all_to_all."
-        )
+        what = f"DeepEP needs GPUs of compute capability {gpu} or newer"
+        return Problem(key, what, choices=take("all_to_all"))
     if importlib.util.find_spec("deep_ep") is None:
-        return Problem(
-            key, "DeepEP is not installed", "Build deep_ep from its source, or take all_to_all."
-        )
+        fix = "Or build deep_ep from its source."
+        return Problem(key, "DeepEP is not installed", fix, choices=take("all_to_all"))
     return None
 
 

@@ -219,8 +219,7 @@ class ActivationCheckpointingStep(_Step):
     def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
         if model is None:
             return activation_checkpointing.check(settings.parallel, "parallel")
-        problems = activation_checkpointing.check_model(model, settings.parallel, "parallel")
-        return problems + reversible.check(model, settings.parallel, "parallel")
+        return reversible.check(model, settings.parallel, "parallel")
 
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from torch import nn
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import reads, take
+from xscale.core.requirements import instead, reads, take, with_paths
 from xscale.mesh.axes import MeshConfig
 from xscale.nn.adapt.lora import LoraConfig, lora_paths
 from xscale.nn.ffn.sparse import SparseFfn
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
+from xscale.nn.model.model import Model
 from xscale.optim.groups import nearest_patterns
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
@@ -24,19 +25,19 @@ def frozen_patterns_match(built_model: nn.Module, train: TrainConfig) -> Iterato
     for index, pattern in enumerate(train.freeze):
         if not fnmatch.filter(names, pattern):
             what = f"no parameter has a name that matches '{pattern}'"
-            yield Problem(
-                f"train.freeze.{index}",
-                what,
-                f"The nearest are {', '.join(nearest_patterns(pattern, names))}.",
-            )
+            nearest = take(*nearest_patterns(pattern, names))
+            yield Problem(f"train.freeze.{index}", what, choices=nearest)
 
 
 @reads("lora", "parallel")
 def lora_can_be_added(
-    settings: Settings, built_model: nn.Module, parallel: ParallelConfig
+    settings: Settings, built_model: nn.Module, parallel: ParallelConfig, model: Model.Config
 ) -> list[Problem]:
     """LoRA has linear maps to be added to, each of which a rank has in full."""
-    return [] if settings.lora is None else _check_lora(built_model, settings.lora, parallel.mesh)
+    if settings.lora is None:
+        return []
+    problems = _check_lora(built_model, settings.lora, parallel.mesh)
+    return [with_paths(problem, model, "model") for problem in problems]
 
 
 def parameters_are_trained(
@@ -92,26 +93,24 @@ def _check_lora(model: nn.Module, config: LoraConfig, mesh: MeshConfig) -> list[
         )
     for index, pattern in enumerate(config.match):
         where, paths = f"lora.match.{index}", lora_paths(model, pattern)
+        others = [other for other in config.match if other != pattern]
+        without = take(others, key="lora.match")
         if not paths:
             what = f"no linear map has a path that matches '{pattern}'"
-            problems.append(
-                Problem(
-                    where, what, f"The nearest are {', '.join(nearest_patterns(pattern, maps))}."
-                )
-            )
+            nearest = take(*nearest_patterns(pattern, maps))
+            problems.append(Problem(where, what, choices=nearest))
         for path in paths:
             parent = model.get_submodule(path.rpartition(".")[0])
             if isinstance(parent, SparseFfn):
                 what = f"{path} is read by blocks, to which LoRA adds nothing"
-                problems.append(
-                    Problem(where, what, "Leave it out, or take an ffn of kind dense or gated.")
-                )
+                choices = without + instead("ffn", str(parent.Config.kind), ["dense", "gated"])
+                problems.append(Problem(where, what, choices=choices))
             linear = model.get_submodule(path)
             fewer = isinstance(parent, Attention) and parent.key_channels // parent.head_width < tp
             if fewer and isinstance(linear, Linear) and "kv_heads" in linear.axes["weight"]:
                 what = f"tp={tp} replicates {path}, which has fewer kv_heads than ranks"
                 lower = take(*range(tp - 1, 0, -1), key="parallel.mesh.tp")
-                problems.append(Problem(where, what, "Or leave it out.", choices=lower))
+                problems.append(Problem(where, what, choices=lower + without))
             sharded = isinstance(linear, Linear) and linear.axes["weight"][1] not in (
                 "width",
                 "state",
@@ -119,12 +118,10 @@ def _check_lora(model: nn.Module, config: LoraConfig, mesh: MeshConfig) -> list[
             if config.dropout and tp > 1 and sharded:
                 what = f"{path} reads channels that tp={tp} shards, of which no rank draws the whole mask"
                 choices = take(0.0) + take(1, key="parallel.mesh.tp")
-                problems.append(
-                    Problem("lora.dropout", what, "Or leave it out of lora.match.", choices=choices)
-                )
+                problems.append(Problem("lora.dropout", what, choices=choices + without))
             if path.startswith("head."):
                 what = f"{path} is of the head, which is trained as a whole or not at all"
-                problems.append(Problem(where, what, "Leave it out."))
+                problems.append(Problem(where, what, choices=without))
     return list({problem.path: problem for problem in problems}.values())
 
 

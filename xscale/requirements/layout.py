@@ -80,10 +80,14 @@ def distillation_can_be_configured_so(
 
 
 def student_can_be_compared(
-    built_model: nn.Module, distill: DistillConfig | None, parallel: ParallelConfig
+    built_model: nn.Module,
+    distill: DistillConfig | None,
+    parallel: ParallelConfig,
+    model: Model.Config,
 ) -> list[Problem]:
     """The student has the states that are compared with the teacher's."""
-    return [] if distill is None else check_student(built_model, distill, parallel)
+    problems = [] if distill is None else check_student(built_model, distill, parallel)
+    return [with_paths(problem, model, "model") for problem in problems]
 
 
 def teachers_run(checked: Callable[[Settings, int], list[Problem]]) -> Callable[..., list[Problem]]:

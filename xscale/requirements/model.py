@@ -9,7 +9,7 @@ from xscale.nn.norm.batch_statistics import check_places
 from xscale.parallel.config import ParallelConfig
 from xscale_kernels.packed_attention.op import COMPILED
 from xscale_kernels.packed_attention.op import LIBRARIES as PACKED_LIBRARIES
-from xscale_kernels.select import unknown
+from xscale_kernels.select import implementations, unknown
 
 
 def model_fits_itself(model: Model.Config, data: DataConfig) -> list[Problem]:
@@ -28,9 +28,13 @@ def kernels_can_be_chosen(kernels: dict[str, str], parallel: ParallelConfig) -> 
     for operator in kernels.keys() - faults.keys() - set(CHOOSABLE_KERNELS):
         what = f"the implementation of '{operator}' cannot be chosen here"
         faults[operator] = (what, f"These can: {', '.join(CHOOSABLE_KERNELS)}.")
-    problems = [
-        Problem(f"kernels.{operator}", what, fix) for operator, (what, fix) in faults.items()
-    ]
+    problems = []
+    for operator, (what, fix) in faults.items():
+        able = implementations(operator) if operator in CHOOSABLE_KERNELS else ()
+        choices = take(*[implementation.name for implementation in able])
+        problems.append(
+            Problem(f"kernels.{operator}", what, "" if choices else fix, choices=choices)
+        )
     named = kernels.get("packed_attention")
     if named in PACKED_LIBRARIES and named != COMPILED and parallel.compile:
         what = f"torch.compile cannot keep '{named}' in its graphs"

@@ -121,12 +121,15 @@ def prefix_is_seen(
     parallel: ParallelConfig,
 ) -> list[Problem]:
     """All tokens of a prefix see each other, for an objective that has one."""
-    mixers = [module for module in built_model.modules() if isinstance(module, Mixer)]
-    problems = (
-        [_hides_prefix(mixer, model, parallel) for mixer in mixers]
-        if objective_entry.traits.prefix
-        else []
-    )
+    if not objective_entry.traits.prefix:
+        return []
+    # A part within a mixer has no kind: the mixer's traits are its own.
+    mixers = [
+        module
+        for module in built_model.modules()
+        if isinstance(module, Mixer) and module.Config.kind is not None
+    ]
+    problems = [_hides_prefix(mixer, model, parallel) for mixer in mixers]
     return list({str(problem): problem for problem in problems if problem is not None}.values())
 
 

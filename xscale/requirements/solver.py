@@ -51,7 +51,8 @@ class _Advice:
         if not self.problem.choices:
             return self.problem
         choices = tuple(self._working())
-        texts = [sentence(choices, self.problem.path) if choices else NOTHING, self.problem.fix]
+        key = _override_key(self.problem.path)
+        texts = [sentence(choices, key) if choices else NOTHING, self.problem.fix]
         return replace(
             self.problem,
             is_solved=True,
@@ -109,11 +110,9 @@ class _Advice:
 
 
 def _is_part(choice: Choice, other: Choice) -> bool:
-    """Whether a choice makes some of the edits of another, and no further ones."""
-    edits = (*other.edits, *other.further)
-    return len(choice.edits) < len(other.edits) and all(
-        edit in edits for edit in (*choice.edits, *choice.further)
-    )
+    """Whether a choice makes some of the edits of another, and no further ones: the others are for nothing."""
+    some, every = (*choice.edits, *choice.further), (*other.edits, *other.further)
+    return len(some) < len(every) and all(edit in every for edit in some)
 
 
 def _overlaps(key: str, other: str) -> bool:
@@ -121,5 +120,10 @@ def _overlaps(key: str, other: str) -> bool:
     return key == other or other.startswith(f"{key}.")
 
 
+def _override_key(path: str) -> str:
+    """Return a path as an override writes it."""
+    return INDEX.sub(r"[\1]", path)
+
+
 def _edits_at(choice: Choice, path: str) -> Edits:
-    return tuple((INDEX.sub(r"[\1]", key or path), value) for key, value in choice.edits)
+    return tuple((_override_key(key or path), value) for key, value in choice.edits)

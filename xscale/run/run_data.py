@@ -15,6 +15,7 @@ from xscale.data.tokenizer.tokenizer import UNUSED, Tokenizer
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo
 from xscale.mesh.mesh import Mesh
+from xscale.mesh.shared_folder import require_visible
 from xscale.objective.objective import OBJECTIVES, Objective, SpecialTokens
 from xscale.parallel import context
 from xscale.run.init_weights import adopted_tokenizer, data_with_adopted_tokenizer
@@ -79,10 +80,10 @@ def prepare_and_open_data(
     """
     data = settings.data if data is None else data
 
-    def prepare_data() -> None:
+    def prepare_data() -> str:
         if problems := missing_files(data):
             raise ConfigError(problems)
-        prepare(data, tokenizer=tokenizer)
+        return str(prepare(data, tokenizer=tokenizer).path)
 
     # Where rank 0 cannot prepare the data, every rank ends with its message.
     ranks = Consensus(
@@ -90,8 +91,15 @@ def prepare_and_open_data(
         "prepared",
         single_process=rank_info.is_single_process,
     )
-    ranks.on_rank0(Path(data.folder), prepare_data)
-    corpus = open_corpus(data, seed=settings.run.seed)
+    path = Path(ranks.on_rank0(Path(data.folder), prepare_data))
+    key = (
+        "data.blend" if data.blend else "data.folder" if data.prepared is None else "data.prepared"
+    )
+    require_visible(ranks, path, path, key)
+    opened: list[Corpus] = []
+    # On all ranks together: one that cannot open it would leave the others waiting.
+    ranks.on_all(path, lambda: opened.append(open_corpus(data, seed=settings.run.seed)))
+    (corpus,) = opened
     name, where = str(settings.objective.kind), f"data in {corpus.sets[0].path}"
     if corpus.records != OBJECTIVES.get(name).traits.records:
         raise ConfigError([records_problem("data", name, where, corpus.records)])

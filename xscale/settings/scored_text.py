@@ -1,10 +1,12 @@
 """Models that score text: those that predict each token from the ones before it alone."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 from torch import nn
 
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.requirements import take
 from xscale.nn.ffn.moe.moe import Moe, noncausal_routing
 from xscale.nn.model.model import MODELS
 from xscale.nn.position.position import POSITIONS
@@ -50,9 +52,9 @@ def check_tasks(settings: Settings, model: nn.Module) -> list[Problem]:
     """List why a run cannot evaluate the tasks that `train.tasks` names."""
     if not settings.train.tasks.names:
         return []
-    return check_lm_eval("train.tasks.names") + check_scores_text(
-        settings, model, "train.tasks.names"
-    )
+    key = "train.tasks.names"
+    scored = [replace(problem, fix="") for problem in check_scores_text(settings, model, key)]
+    return [replace(problem, choices=take([])) for problem in check_lm_eval(key) + scored]
 
 
 def check_lm_eval(path: str) -> list[Problem]:

@@ -13,6 +13,7 @@ from xscale.core.config import Config, Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.foreign import reason
 from xscale.core.paths import PathText
+from xscale.core.requirements import kinds, take
 from xscale.data.config import DataConfig
 from xscale.data.source.source import SOURCES, Labels
 from xscale.nn.adapt.lora import LoraConfig, add_lora
@@ -248,25 +249,25 @@ def records_problem(path: str, objective: str, data: str, records: str) -> Probl
     """Return the problem at `path` of an objective of that name, which reads other documents than the `records` of
     `data`."""
     wanted = OBJECTIVES.get(objective).traits.records
-    sources = ", ".join(SOURCES.able(records=wanted))
-    objectives = ", ".join(entry.name for entry in OBJECTIVES if entry.traits.records == records)
+    objectives = [entry.name for entry in OBJECTIVES if entry.traits.records == records]
     what = f"the documents of the {data} are {RECORDS[records]}, and '{objective}' reads {RECORDS[wanted]}"
-    return Problem(path, what, f"Take a source of {sources}; or an objective of {objectives}.")
+    choices = kinds(SOURCES.able(records=wanted), "data.source") + kinds(objectives, "objective")
+    return Problem(path, what, choices=choices)
 
 
 def labels_problems(settings: Settings, labels: Labels, data: str) -> list[Problem]:
     """List where the objective and the labels of `data`, examples that it reads, differ in kind or number."""
     config, entry = settings.objective, OBJECTIVES.of(settings.objective)
     if labels.kind != entry.traits.labels:
-        kinds = f"of the kind '{labels.kind}', and '{entry.name}' reads '{entry.traits.labels}'"
-        what = f"the labels of the {data} are {kinds}"
-        objectives = ", ".join(OBJECTIVES.able(labels=labels.kind))
-        fix = f"Take an objective of {objectives}, or set data.source.labels={entry.traits.labels}."
-        return [Problem("objective", what, fix)]
+        differ = f"of the kind '{labels.kind}', and '{entry.name}' reads '{entry.traits.labels}'"
+        what = f"the labels of the {data} are {differ}"
+        choices = kinds(OBJECTIVES.able(labels=labels.kind), "objective")
+        choices += take(entry.traits.labels, key="data.source.labels")
+        return [Problem("objective", what, choices=choices)]
     classes = getattr(config, "classes", None)
     if classes is not None and classes != len(labels.names):
         what = f"is {classes}, and the {data} has {len(labels.names)} classes: {', '.join(labels.names)}"
-        return [Problem("objective.classes", what, f"Take objective.classes={len(labels.names)}.")]
+        return [Problem("objective.classes", what, choices=take(len(labels.names)))]
     return []
 
 

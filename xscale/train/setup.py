@@ -22,6 +22,7 @@ from xscale.mesh import axes
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh
+from xscale.mesh.shared_folder import require_shared
 from xscale.objective.objective import OBJECTIVES, Objective, SpecialTokens
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer
 from xscale.optim.schedule import SCHEDULES
@@ -139,10 +140,10 @@ def set_up(
 
 
 def _mesh_of(settings: Settings, rank_info: RankInfo) -> Mesh:
-    """The device mesh of the run, after all ranks agree on its config. Collective."""
+    """The device mesh of the run, after all ranks agree on its config and see one run folder. Collective."""
     parallel = settings.parallel
     device = device_of(settings, rank_info)
-    return init_mesh(
+    mesh = init_mesh(
         rank_info,
         axes.resolve(parallel.mesh, rank_info.world),
         device,
@@ -150,6 +151,8 @@ def _mesh_of(settings: Settings, rank_info: RankInfo) -> Mesh:
         lambda: check_same_config(settings),
         parallel.io_timeout_seconds,
     )
+    require_shared(Consensus(mesh.background), Path(settings.run.dir), "run.dir")
+    return mesh
 
 
 def _checked_plan(

@@ -29,6 +29,8 @@ INTERRUPTED = 128 + signal.SIGINT
 """The exit status after a second Ctrl-C."""
 INTERRUPT_SECONDS = 1.0
 """How long a second Ctrl-C waits for Python's own exception, which cannot be raised while a call into torch runs."""
+PAUSE = signal.SIGTSTP
+"""Ctrl-Z, and the signal by which Slurm announces that it suspends a job."""
 SHOW_CURSOR = "\x1b[?25h"
 """Escape sequence that a progress bar prints at its end; a killed one leaves the cursor hidden."""
 
@@ -44,6 +46,10 @@ class StopSignal:
         """`speaks`: print what follows; of all ranks one does."""
         self.cause: str | None = None
         self.in_training = False
+        self.around_pause: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
+        """A context of the time in which the process is paused."""
         self._at: float | None = None
         self._before: dict[signal.Signals, object] = {}
         self._speaks = speaks
@@ -67,6 +73,9 @@ class StopSignal:
             # A process that nohup started keeps running when its terminal is closed.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._catch)
+        if signal.getsignal(PAUSE) == signal.SIG_DFL:
+            # The thread pauses the process, which may be in a long call into torch.
+            self._before[PAUSE] = signal.signal(PAUSE, lambda *_: None)
         threading.Thread(target=self._announce, name="signals", daemon=True).start()
         return self
 
@@ -94,6 +103,8 @@ class StopSignal:
         stop_requested = False
         with self._reader:
             while numbers := self._reader.recv(16):
+                if PAUSE in numbers:
+                    self._pause()
                 for number in (number for number in numbers if number in SIGNALS):
                     if not self.in_training:
                         continue
@@ -116,6 +127,11 @@ class StopSignal:
                             sys.stderr.flush()
                             os._exit(INTERRUPTED)
 
+    def _pause(self) -> None:
+        """Stop the process until a SIGCONT, as `fg` sends it."""
+        with self.around_pause():
+            os.kill(os.getpid(), signal.SIGSTOP)
+
     def _say(self, text: str) -> None:
         # A closed terminal takes no text, and must not end the thread.
         with contextlib.suppress(OSError):
@@ -128,6 +144,23 @@ PATIENCE_SECONDS, LONGEST_PATIENCE_SECONDS, RANKS_PER_SECOND = 5.0, 15.0, 100
 """How long to wait for the reports of the other ranks: a second longer for each hundred ranks."""
 BACKSTOP_SECONDS = 8.0
 """This much after the timeout, a thread of C prints the stacks and ends a process whose interpreter is stuck."""
+
+
+class RunningClock:
+    """The seconds in which this process ran: time in which it was stopped, as by Ctrl-Z, does not count."""
+
+    def __init__(self) -> None:
+        self._stopped = 0.0
+        self._at = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        return time.monotonic() - self._stopped
+
+    def ticked(self, seconds: float) -> None:
+        """Note that a thread has waited for `seconds` since the call before; what went by beyond them was a stop."""
+        before, self._at = self._at, time.monotonic()
+        self._stopped += max(0.0, self._at - before - seconds)
 
 
 class LostRankError(FaultError):
@@ -155,8 +188,11 @@ class Watchdog:
         )
         self._dumps = dumps
         self._stop, self._deadline = stop, deadline_seconds
-        self._at = (0, "start", time.monotonic())
+        self._clock = RunningClock()
+        self._at = (0, "start", self._clock.now())
+        self._signalled: float | None = None
         self._left = threading.Event()
+        self._arming = threading.Lock()
         self._thread: threading.Thread | None = None
         self._watched = threading.get_ident()
 
@@ -172,7 +208,7 @@ class Watchdog:
         `seconds`: longest time to the next heartbeat; None: as usual.
         """
         self._limit = self._seconds if seconds is None else seconds
-        self._at = (self._at[0] if step is None else step, phase, time.monotonic())
+        self._at = (self._at[0] if step is None else step, phase, self._clock.now())
 
     def waits_for(self, message: object | None) -> None:
         """Note the message between two ranks that this rank waits for, None when it has come; its text is `str`."""
@@ -189,6 +225,8 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self._watched = threading.get_ident()
+        self._clock, self._stop.around_pause = RunningClock(), self._disarmed
+        self._at = (*self._at[:2], self._clock.now())
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
         return self
@@ -204,11 +242,13 @@ class Watchdog:
         LostRankError when another rank is the cause.
         """
         self._left.set()
-        faulthandler.cancel_dump_traceback_later()
+        self._stop.around_pause = contextlib.nullcontext
+        with self._arming:
+            faulthandler.cancel_dump_traceback_later()
         if not isinstance(error, Exception) or self._dumps.world == 1:
             return
         step, phase, since = self._at
-        seconds, frame = time.monotonic() - since, _innermost(trace)
+        seconds, frame = self._clock.now() - since, _innermost(trace)
         lost = isinstance(error, RankError) or is_lost_rank(error)
         text = f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
@@ -219,26 +259,52 @@ class Watchdog:
             raise LostRankError(self._dumps.conclude(patience(self._dumps.world))) from error
 
     def _run(self) -> None:
-        while not self._left.wait(min(2.0, max(0.05, self._after_start / 20))):
-            faulthandler.dump_traceback_later(self._seconds + BACKSTOP_SECONDS, exit=True, file=2)
-            late = time.monotonic() - self._at[2] > self._limit
+        tick = min(2.0, max(0.05, self._after_start / 20))
+        while not self._left.wait(tick):
+            self._clock.ticked(tick)
+            with self._arming:
+                self._arm()
+            step, phase, since = self._at
+            now = self._clock.now()
+            if since > now:
+                # A heartbeat after a pause that this thread did not know of yet.
+                since, self._at = now, (step, phase, now)
+            late = now - since > self._limit
             if late or self._dumps.begun():
                 self._end(EXIT_FAULT, partial(self._hang, late))
-            elif self._stop.seconds > self._deadline:
+            elif self._is_overdue():
                 self._end(EXIT_REQUEUE, self._overdue)
+
+    def _arm(self) -> None:
+        """Let the thread of C count anew, unless the context is left."""
+        if not self._left.is_set():
+            faulthandler.dump_traceback_later(self._seconds + BACKSTOP_SECONDS, exit=True, file=2)
+
+    @contextlib.contextmanager
+    def _disarmed(self) -> Iterator[None]:
+        """A pause of the process, in which the thread of C must not count: its clock knows no pause."""
+        with self._arming:
+            faulthandler.cancel_dump_traceback_later()
+            yield
+            self._arm()
+
+    def _is_overdue(self) -> bool:
+        if self._stop.cause is not None and self._signalled is None:
+            self._signalled = self._clock.now() - self._stop.seconds
+        return self._signalled is not None and self._clock.now() - self._signalled > self._deadline
 
     def _hang(self, late: bool) -> str:
         step, phase, since = self._at
         frame = frame_of_thread(self._watched)
         self._dumps.write(
-            "hangs" if late else "asked", step, phase, time.monotonic() - since, frame
+            "hangs" if late else "asked", step, phase, self._clock.now() - since, frame
         )
         return self._dumps.conclude(patience(self._dumps.world))
 
     def _overdue(self) -> str:
         step, phase, since = self._at
         frame = frame_of_thread(self._watched)
-        self._dumps.write("asked", step, phase, time.monotonic() - since, frame)
+        self._dumps.write("asked", step, phase, self._clock.now() - since, frame)
         return (
             f"the state of step {step} could not be saved within {self._deadline:g} s of {self._stop.cause} "
             f"(checkpoint.deadline_seconds). Run the same command to resume from the checkpoint before it. "

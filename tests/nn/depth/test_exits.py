@@ -347,19 +347,22 @@ def test_global_tokens_do_not_leave() -> None:
 @pytest.mark.parametrize(
     ("exits", "said"),
     [
-        ({"blocks": [1, 4]}, "has no inner block 4; the model's head follows its last block. Take blocks from 0 to 3"),
-        ({"blocks": [2, 1, 1]}, "model.stack.exits.blocks: the blocks must ascend. Take [1, 2]."),
+        ({"blocks": [1, 4]}, "has no inner block 4; its inner ones are 0 to 3, and the model's head follows its last"),
+        ({"blocks": [2, 1, 1]}, "model.stack.exits.blocks: the blocks must ascend. Take [1, 2] or null."),
         ({"policy": {"criterion": "patience", "threshold": 4}}, "a count of exits, from 1 to 3 with 4 exits, got 4"),
-        ({"policy": {"criterion": "patience", "threshold": 1.5}}, "got 1.5. Take 1 to 3."),
-        ({"blocks": [0], "policy": {"criterion": "patience", "threshold": 1}}, "Take at least two exits."),
+        ({"policy": {"criterion": "patience", "threshold": 1.5}}, "got 1.5. Take 1, 2 or 3."),
+        ({"blocks": [0], "policy": {"criterion": "patience", "threshold": 1}}, "there is one exit. Take model.stack"),
         ({"policy": {"criterion": "uncertainty", "threshold": 1.5, "window": 1}}, "uncertainty is at most 1, got 1.5"),
         ({"policy": {"criterion": "uncertainty", "threshold": 0.5}}, "policy.window: 'uncertainty' needs it"),
         ({"policy": {"criterion": "entropy", "threshold": 1, "window": 1}}, "is not used by 'entropy'. Take null, or"),
-        ({"two_stage": 0.5, "head": "shared"}, "which is frozen. Take own, or two_stage=null."),
-        ({"two_stage": 0.5, "weights": "linear"}, "are never trained together. Take equal, or two_stage=null."),
+        ({"two_stage": 0.5, "head": "shared"}, "which is frozen. Take own, or model.stack.exits.two_stage=null."),
+        ({"two_stage": 0.5, "weights": "linear"}, "are never trained together. Take equal, or model.stack.exits.two"),
         ({"two_stage": 0.5, "stop": "by_depth"}, "by_depth ends their losses before. Take never"),
-        ({"two_stage": 0.5, "second_target": 0.5}, "two stages train nothing behind the exits. Take 0."),
-        ({"self_sampling": 0.5}, "tokens leave by a policy, and there is none. Set policy"),
+        ({"two_stage": 0.5, "second_target": 0.5}, "two stages train nothing behind the exits. Take 0.0, or"),
+        (
+            {"self_sampling": 0.5},
+            "tokens leave by a policy, and there is none. Take null, or model.stack.exits.policy=",
+        ),
         ({"self_sampling": 0.5, "two_stage": 0.5, "policy": POLICIES[0]}, "all blocks are frozen then"),
         ({"policy": {"criterion": "vote", "threshold": 1}}, "policy.power: 'vote' needs it"),
         ({"policy": {"criterion": "vote", "threshold": 2.1, "power": 0.5}}, "reach at most 2, got 2.1"),
@@ -379,7 +382,7 @@ def test_stacks_that_have_no_exits_are_refused() -> None:
     assert "model.stack.exits: the model's head follows the only block" in problems(depth=1, exits={})
     assert "the output is a mean over the blocks" in problems(depth=3, exits={}, halting={})
     ahead = [str(problem) for problem in Encoder.check(config(Encoder, second_target=0.5), (VOCABULARY, LENGTH), "m")]
-    assert ahead == ["m.stack.exits.second_target: an encoder has no next token. Take 0."]
+    assert ahead == ["m.stack.exits.second_target: an encoder has no next token. Take 0.0."]
     prior = {**BLOCK, "mixer": {"kind": "attention", "heads": 2, "core": "prior_scores"}}
     assert not problems(depth=3, exits={}, block=prior)
     policy = {"policy": POLICIES[0]}

@@ -175,7 +175,7 @@ def test_self_sampling_leaves_as_a_whole() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], bool, bool, str]] = {
     "entropy of scores": ({"policy": POLICIES["entropy"]}, True, True, "'entropy' reads a distribution or votes"),
-    "patience without a distance": ({"policy": POLICIES["patience"]}, True, True, "how close these are. Take such as"),
+    "patience without a distance": ({"policy": POLICIES["patience"]}, True, True, "how close these are. Take 0.1"),
     "a distance of classes": ({"policy": POLICIES["scores"]}, False, True, "the exits predict tokens or classes"),
     "diversity of scores": ({"diversity": 0.1}, True, True, "scores have no distribution"),
     "neighbours of an example": (

@@ -59,8 +59,31 @@ def test_it_starts_as_a_feed_forward_network() -> None:
         assert (part(x, tokens(200)) - plain).abs().max() < 0.15 * plain.abs().max()
 
 
-def test_generation_keeps_the_normalised_half() -> None:
-    part, x = gmlp(), drawn(2, LENGTH, WIDTH)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_a_head_of_attention_beside_the_gate(causal: bool) -> None:
+    """aMLP (Liu et al. 2021, section 4.3): the head reads the layer's input, and is added to what gates."""
+    part, length = gmlp(causal, attention=3), 7
+    assert part.attention is not None
+    x = drawn(1, length, WIDTH)
+    with torch.no_grad():
+        z1 = gelu(x @ part.up.weight.T + part.up.get_parameter("bias"))
+        z2 = part.norm(gelu(x @ part.up_gate.weight.T + part.up_gate.get_parameter("bias")))
+        qkv = x @ part.attention.qkv.weight.T + part.attention.qkv.get_parameter("bias")
+        q, k, v = qkv[..., :3], qkv[..., 3:6], qkv[..., 6:]
+        gated = torch.zeros_like(z1)
+        for i in range(length):
+            last = i + 1 if causal else length
+            weights = torch.tensor([float(q[0, i] @ k[0, j]) / 3**0.5 for j in range(last)], dtype=x.dtype).exp()
+            head = sum(weights[j] / weights.sum() * v[0, j] for j in range(last))
+            gate = sum(part.spatial[i, j] * z2[0, j] for j in range(last)) + part.spatial_bias[i]
+            written = head @ part.attention.out.weight.T + part.attention.out.get_parameter("bias")
+            gated[0, i] = z1[0, i] * (gate + written)
+        assert close(part(x, tokens(length)), gated @ part.down.weight.T + part.down.get_parameter("bias"))
+
+
+@pytest.mark.parametrize("attention", [None, 3])
+def test_generation_keeps_the_normalised_half(attention: int | None) -> None:
+    part, x = gmlp(attention=attention), drawn(2, LENGTH, WIDTH)
     whole, cache, about = part(x, tokens(LENGTH)), dict[str, Any](), tokens(LENGTH)
     for start in range(LENGTH):
         here = Tokens(

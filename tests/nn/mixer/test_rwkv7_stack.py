@@ -157,7 +157,7 @@ def test_channel_mixing_starts_as_the_authors() -> None:
 @pytest.mark.parametrize(
     ("changes", "path", "says"),
     [
-        ({"share": "all"}, "model.stack.share", "Take share=ffn or none, or mixer.value_latent_width=null."),
+        ({"share": "all"}, "model.stack.share", "Take ffn or none, or model.stack.block.mixer.value_latent_width"),
         (
             {"block": {**BLOCK, "residual": "reversible"}},
             "model.stack.block.residual",

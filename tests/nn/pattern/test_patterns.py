@@ -132,7 +132,9 @@ def test_strided_drawn_by_hand() -> None:
     wanted = picture("#.....", "##....", "###...", "####..", ".####.", "..####")
     assert (make_layout(Strided.Config(stride=3), 6, causal=True) == wanted).all()
     split = make_layout(Strided.Config(stride=2, heads="split"), 5, causal=True, heads=2)
-    assert (split[0] == picture("#....", "##...", ".##..", "..##.", "...##")[0]).all()
+    assert (split[0] == picture("#....", "##...", "###..", ".###.", "..###")[0]).all(), (
+        "a block and the `stride` before it"
+    )
     assert (split[1] == picture("#....", ".#...", "#.#..", ".#.#.", "#.#.#")[0]).all()
 
 

@@ -52,4 +52,4 @@ def test_shared_sublayers_begin_blocks_alike() -> None:
     config = decode(Decoder.Config, {"width": WIDTH, "stack": stack})
     (problem,) = Decoder.check(config, (17, LENGTH), "model")
     assert problem.path == "model.stack.block.residual.sublayers"
-    assert problem.fix == "Take one of 1, 2, or share=none."
+    assert problem.advice == "Take 1 or 2, or model.stack.share=none."

@@ -32,9 +32,15 @@ def rms(x: Tensor) -> Tensor:
     return x / (x.square().mean() + 1e-6).sqrt()
 
 
+def centred(x: Tensor) -> Tensor:
+    x = x - x.mean()
+    return x / (x.square().mean() + 1e-6).sqrt()
+
+
 def free_weights(part: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A_m [n, 1], B [1, n] and A_r [n, n] of Zhu et al. 2024, equations 10 to 12, for a token's streams H [n, D]."""
-    normed = torch.stack([rms(row) for row in hidden])
+    """A_m [n, 1], B [1, n] and A_r [n, n] of Zhu et al. 2024, equations 10 to 13, for a token's streams H [n, D]; the
+    norm is layer normalisation, as in algorithm 2 of appendix J."""
+    normed = torch.stack([centred(row) for row in hidden])
     s_alpha, s_beta = part.scale
     a_m = s_alpha * torch.tanh(normed @ part.read_map.T) + part.read[:, None]
     b = s_beta * torch.tanh(normed @ part.write_map.T).T + part.write[None]
@@ -109,6 +115,17 @@ def test_sublayer_k_reads_stream_k_at_first() -> None:
     parts = [sublayer.connection for block in stack.blocks.values() for sublayer in block.sublayers().values()]
     reads = [draw(part.init["read"], (STREAMS,), 0, "read").argmax().item() for part in parts]
     assert reads == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "maps"),
+    [("hyper_connections", {"read_map", "write_map", "mix_map"}), ("mhc", {"map"})],
+    ids=["free", "mhc"],
+)
+def test_maps_of_tokens_decay_and_static_weights_do_not(kind: str, maps: set[str]) -> None:
+    """Zhu et al. 2024, section 4: weight decay is for the dynamic component alone."""
+    part: Any = built(kind).blocks["0"].mixer.connection
+    assert {name for name, _ in part.named_parameters() if part.decays[name]} == maps
 
 
 def test_the_mix_of_mhc_is_doubly_stochastic() -> None:

@@ -93,9 +93,10 @@ JOBS = (
     GpuJob(
         "J8",
         "decode",
-        "Greedy decoding at batch 1 against transformers with the same weights: tokens/s.",
-        "Goal for GPT-2: >= 767 tokens/s on an H200. Below it, the step is decoded by a CUDA graph.",
-        240.0,
+        "Greedy decoding at batch 1 against transformers with the same weights: tokens/s over a growing KV cache, a "
+        "static one by a CUDA graph of the step, and with that step compiled.",
+        "Goal for GPT-2: >= 767 tokens/s on an H200. Whether `--compile` is worth its seconds beside the graph.",
+        300.0,
         "xscale.bench.gpu.cases.decoding",
     ),
     GpuJob(

@@ -180,6 +180,9 @@ def bench_decode(
     tokens: Annotated[int, typer.Option(help="Generated tokens.")] = 128,
     device: Device = "cpu",
     dtype: Dtype = "float32",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Also time steps by torch.compile; a minute on a CPU.")
+    ] = False,
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 7,
     json: Json = False,
     record: Record = None,
@@ -192,7 +195,8 @@ def bench_decode(
     sizes = DecodeSizes(
         width, hidden, depth, heads, kv_heads, experts, top_k, vocabulary, prompt, tokens
     )
-    bench(only or [], sizes, BenchDevice.of(device, dtype), rounds, as_json=json, record=record)
+    on = BenchDevice.of(device, dtype)
+    bench(only or [], sizes, on, rounds, compiled=compile, as_json=json, record=record)
 
 
 bench_app.command("checkpoint")(bench_checkpoint)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.checkpoint.disk import format_bytes
-from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
+from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError, counted
 
 Say = Callable[[str], None]
 
@@ -46,9 +46,9 @@ def show(path: Path, *, only: str = "", as_json: bool = False, say: Say = print)
         say(_json(asdict(shown)))
         return EXIT_DONE
     row = shown.row
-    say(
-        f"{row.path}: step {row.step}, {row.status}, {format_bytes(row.size)}, {row.world} ranks, {row.written_by}"
-    )
+    ranks = "an unknown number of ranks" if row.world is None else counted(row.world, "rank")
+    facts = [row.status, format_bytes(row.size), ranks, row.written_by]
+    say(f"{row.path}: step {row.step}, {', '.join(facts)}")
     say(f"state: {json.dumps(shown.state)}")
     tensors = [tensor for tensor in shown.tensors if tensor.name.startswith(only)]
     name_width = max((len(tensor.name) for tensor in tensors), default=0)

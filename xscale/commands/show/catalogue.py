@@ -78,11 +78,11 @@ class Row:
     parts: tuple[str, ...]
     """`family:name` of each part of the model, and of the objective, optimizer and schedule."""
     causal: bool | None
-    """Whether a decoder can be built of these parts; null: the row is missing."""
+    """Whether a decoder of it loads; null: the row is missing."""
     bidirectional: bool | None
-    """Whether an encoder can."""
+    """Whether an encoder does."""
     cross: bool | None
-    """Whether they can attend from one sequence to another."""
+    """Whether an encoder-decoder does, whose decoder attends from one sequence to another."""
     deviations: tuple[str, ...]
     """Differences from the paper, in the recipe and in its parts."""
     paper: str
@@ -115,13 +115,12 @@ def rows(kind: str | None = None) -> list[Row]:
 
 
 def _row(about: "About", status: str, recipe: "Recipe | None") -> Row:
+    from xscale.commands.show.modes import modes_of
     from xscale.conformance.families import family_named
 
     parts = [] if recipe is None else parts_of(recipe)
     entries = [(family, family_named(family).get(name)) for family, name in parts]
-    causal, bidirectional, cross = (
-        (None, None, None) if recipe is None else _directions(recipe, about, entries)
-    )
+    modes = None if recipe is None else modes_of(about.id)
     return Row(
         id=about.id,
         name=about.name,
@@ -130,9 +129,9 @@ def _row(about: "About", status: str, recipe: "Recipe | None") -> Row:
         why=about.why,
         recipe=None if recipe is None else f"configs/xformer/{about.id}.yaml",
         parts=tuple(f"{family}:{name}" for family, name in parts),
-        causal=causal,
-        bidirectional=bidirectional,
-        cross=cross,
+        causal=None if modes is None else modes.causal,
+        bidirectional=None if modes is None else modes.bidirectional,
+        cross=None if modes is None else modes.cross,
         deviations=(
             *about.deviations,
             *(
@@ -145,37 +144,6 @@ def _row(about: "About", status: str, recipe: "Recipe | None") -> Row:
         year=about.year,
         summary=about.summary,
     )
-
-
-def _directions(
-    recipe: "Recipe", about: "About", entries: list[tuple[str, Any]]
-) -> tuple[bool, bool, bool]:
-    """Whether the recipe's parts can be causal, bidirectional and cross, by their traits.
-
-    A mode of use and a pre-training objective have those of the model that the objective needs.
-    """
-    seeing = [
-        entry.traits
-        for family, entry in entries
-        if family in ("mixer", "core", "pattern", "router")
-    ]
-    causal, bidirectional, cross = (
-        all(getattr(traits, trait, True) for traits in seeing)
-        for trait in ("causal", "bidirectional", "cross")
-    )
-    causal = causal and all(entry.traits.per_token for family, entry in entries if family == "norm")
-    pooling = getattr(getattr(recipe.model, "stack", None), "pooling", None)
-    # The other poolings are of encoders; the core of Informer has a masked form of its own.
-    causal = causal and (pooling is None or pooling.method == "distill")
-    (model,) = (entry.traits for family, entry in entries if family == "model")
-    # A decoder that is not causal, such as one that writes all tokens at once, is one whatever its parts can be.
-    causal = causal and (model.causal or not model.source)
-    if about.category in ("mode", "pretraining-objective"):
-        return model.causal and causal, not model.causal or model.source, model.source and cross
-    if recipe.distill is not None and recipe.distill.inner_weight + recipe.distill.cosine_weight:
-        # The states of two stacks are not mapped to those of a teacher.
-        cross = False
-    return causal, bidirectional, cross
 
 
 def parts_of(recipe: "Recipe") -> list[tuple[str, str]]:
@@ -226,8 +194,15 @@ def _details(entry: Row) -> str:
     return "\n    ".join(lines)
 
 
-def show_word(word: str, *, as_json: bool) -> None:
-    """Print what `word` is among the parts and the catalogue's rows; ConfigError if it is neither."""
+NEAR = 0.7
+"""Names that are less alike than this are no misspelling of one another, as `finished` is none of `fixed`."""
+
+
+def show_word(word: str, what_else: str, *, as_json: bool) -> None:
+    """Print what `word` is among the parts and the catalogue's rows.
+
+    ConfigError if it is neither, with the sentence `what_else` on what it is otherwise, or the nearest name.
+    """
     from xscale.conformance.families import families
 
     known = families()
@@ -241,8 +216,8 @@ def show_word(word: str, *, as_json: bool) -> None:
             *ids(),
             *(name for family in known.values() for name in family.names()),
         }
-        close = get_close_matches(word, sorted(names), n=1)
-        fix = (
+        close = get_close_matches(word, sorted(names), n=1, cutoff=NEAR)
+        fix = what_else or (
             f"Did you mean '{close[0]}'?"
             if close
             else f"Families: {', '.join(known)}; variants: xformers."

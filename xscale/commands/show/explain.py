@@ -21,7 +21,7 @@ from xscale.core.config_keys.keys import (
     value_text,
     wrapped,
 )
-from xscale.core.config_keys.override_path import path_text
+from xscale.core.config_keys.override_path import path_text, typed_key, without_indices
 from xscale.core.config_keys.overrides import find_present
 from xscale.core.config_keys.present_keys import PresentKey, below, kind_of, root_of, walk
 from xscale.core.errors import ConfigError
@@ -47,6 +47,7 @@ def explain(
 ) -> None:
     """Print what `query` names: a key, a section, a part's kind; all sections if it is None.
 
+    It may be an override, whose key is meant, and name an entry of a list by its index.
     With a recipe, called `name`, also where it has the key, and its value there. ConfigError for an unknown one, with
     the sentence `what_else` on what the word is if it is no key, else with the nearest keys.
     """
@@ -54,16 +55,18 @@ def explain(
     if query is None:
         _print_sections(keys, as_json=as_json)
         return
-    groups = keys.find(query)
-    parts = [] if groups else keys.find_part(query)
+    typed, query = query, typed_key(query)
+    named = without_indices(query)
+    groups = keys.find(named)
+    parts = [] if groups else keys.find_part(named)
     if not groups and not parts:
-        close = keys.suggest(query)
+        close = keys.suggest(named)
         fix = (
             f"Did you mean {' or '.join(close)}?"
             if close
             else "`xscale explain` lists the sections of a config."
         )
-        raise ConfigError(query, "there is no such config key", what_else or way_of(query) or fix)
+        raise ConfigError(typed, "there is no such config key", what_else or way_of(named) or fix)
     if as_json:
         parts_json = [
             {"slot": key.path, "kind": kind, **_part_entry(keys, key, kind)} for key, kind in parts

@@ -33,7 +33,7 @@ def show(
         catalogue.show(kind, as_json=as_json)
         return
     if name is not None and name not in FAMILIES:
-        catalogue.show_word(name, as_json=as_json)
+        catalogue.show_word(name, recipes.what_else(name), as_json=as_json)
         return
     known = families()
     chosen = known if name is None else {name: known[name]}

@@ -15,6 +15,9 @@ from xscale.planning import vocabulary_of
 from xscale.recipe import Recipe, dropped_values
 from xscale.settings.settings import build_on_meta
 
+WITH_PARAMETERS = ("model", "data.tokenizer")
+"""Beginnings of the paths of keys on which the number of parameters depends."""
+
 
 def say_at_start(recipe: Recipe, composed: Composed) -> None:
     """Print notes on the overrides, and warnings, on stderr."""
@@ -33,16 +36,25 @@ def notes(recipe: Recipe, composed: Composed) -> list[str]:
     before = _without_overrides(composed)
     if before is None:
         return lines
-    changes = list(_changed_kinds(encode(before), encode(recipe), ""))
-    if not changes:
-        return lines
-    clause = f"overrides change {'; '.join(changes)}"
-    if encode(before.model) == encode(recipe.model):
-        return [*lines, clause]
-    parameters = [
-        quantity(size(build_on_meta(of, vocabulary_of(of))).parameters) for of in (before, recipe)
-    ]
-    return [*lines, f"{clause}: {parameters[0]} parameters become {parameters[1]}"]
+    kinds: dict[bool, list[str]] = {True: [], False: []}
+    others = False
+    for path, clause in _changes(encode(before), encode(recipe), ""):
+        has_parameters = path.startswith(WITH_PARAMETERS)
+        if clause:
+            kinds[has_parameters].append(clause)
+        others = others or (has_parameters and not clause)
+    for has_parameters, clauses in kinds.items():
+        if clauses:
+            text = f"overrides change {'; '.join(clauses)}"
+            lines += [text + (_parameters(before, recipe, others) if has_parameters else "")]
+    return lines
+
+
+def _parameters(before: Recipe, now: Recipe, others: bool) -> str:
+    """A clause on the parameters before and after; it says so where `others` than changes of kinds may matter."""
+    old, new = (size(build_on_meta(of, vocabulary_of(of))).parameters for of in (before, now))
+    cause = "; with the other overrides of the model" if others else ":"
+    return f"{cause} {quantity(old)} parameters become {quantity(new)}"
 
 
 def _without_overrides(composed: Composed) -> Recipe | None:
@@ -58,15 +70,19 @@ def _without_overrides(composed: Composed) -> Recipe | None:
         return None
 
 
-def _changed_kinds(before: Any, now: Any, path: str) -> Iterator[str]:
-    """Yield a clause on each part of another kind, without the parts in it."""
-    if isinstance(before, list) and isinstance(now, list):
-        for index, (old, new) in enumerate(zip(before, now, strict=False)):
-            yield from _changed_kinds(old, new, f"{path}[{index}]")
+def _changes(before: Any, now: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path of each change, with a clause on a part of another kind, whose parts are left out."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from _changes(old, new, f"{path}[{index}]")
     elif isinstance(before, dict) and isinstance(now, dict):
         old, new = before.get("kind"), now.get("kind")
         if isinstance(old, str) and isinstance(new, str) and old != new:
-            yield f"{path} from {old} to {new}"
+            yield path, f"{path} from {old} to {new}"
             return
         for name in (name for name in before if name in now):
-            yield from _changed_kinds(before[name], now[name], f"{path}.{name}".lstrip("."))
+            yield from _changes(before[name], now[name], f"{path}.{name}".lstrip("."))
+        if before.keys() != now.keys():
+            yield path, ""
+    elif before != now:
+        yield path, ""

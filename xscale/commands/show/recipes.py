@@ -2,19 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from xscale.commands.show import catalogue
-from xscale.commands.show.explain import config_keys
-from xscale.core.compose import SCHEMA, compose, configs_folder
-from xscale.core.config_keys.keys import ConfigKeys, Key, first_sentence, wrapped
+from xscale.core.compose import configs_folder
+from xscale.core.config_keys.keys import first_sentence
 from xscale.core.errors import ConfigError, nearest
-from xscale.core.files.file_safety import remove_file
-from xscale.core.yaml_writer import flow_text
 
 RUNS = "run"
 """Folder of the configs that a user starts by their name."""
@@ -24,7 +19,8 @@ SHOWN_BY = {
 }
 """Folder of configs -> sentence on the command that lists it."""
 DEFAULT = "quickstart"
-COMMENT_WIDTH = 110
+NEAR = 0.75
+"""Words that are less alike are none of one another: `llama` is no misspelling of `glam`, nor `mine` of `admin`."""
 FEW = 8
 """At most so many kinds are written beside a key."""
 
@@ -51,7 +47,7 @@ def config_file(config: str | Path, folder: str = RUNS) -> Path:
     path = Path(config)
     names = recipe_names() if folder == RUNS else list(_shipped(folder))
     if path.is_dir() and str(config) not in names:
-        raise ConfigError(str(path), "this is a folder, and no config", _in_folder(path))
+        raise ConfigError(str(path), "this is a folder, and no config", _in_folder(path, folder))
     if path.suffix not in YAML and path.name == str(config) and not path.is_file():
         return recipe_named(str(config)) if folder == RUNS else _named(str(config), folder)
     if os.path.lexists(path):
@@ -60,7 +56,7 @@ def config_file(config: str | Path, folder: str = RUNS) -> Path:
         return shipped
     files = [file.name for file in path.parent.glob("*.y*ml")]
     near = [str(path.with_name(name)) for name in get_close_matches(path.name, files, n=2)]
-    near += [f"'{name}' (without .yaml)" for name in get_close_matches(path.stem, names, n=2)]
+    near += [f"'{name}' (without .yaml)" for name in get_close_matches(path.stem, names, 2, NEAR)]
     fix = f"Did you mean {' or '.join(near)}? " if near else f"{_listed(path.parent, files)} "
     raise ConfigError(
         str(path),
@@ -69,11 +65,13 @@ def config_file(config: str | Path, folder: str = RUNS) -> Path:
     )
 
 
-def _in_folder(folder: Path) -> str:
-    """A sentence on the config that a folder has: that of its run, or its YAML files."""
-    if (folder / "config.yaml").is_file():
-        return f"It has a run, whose config is {folder / 'config.yaml'}: with it, `train` resumes the run."
-    return _listed(folder, [file.name for file in folder.glob("*.y*ml")])
+def _in_folder(folder: Path, of: str) -> str:
+    """A sentence on the config that a folder has: that of its run, or its YAML files; or on those of configs/`of`."""
+    if not (config := _config_of_run(folder)).is_file():
+        return _listed(folder, [file.name for file in folder.glob("*.y*ml")])
+    if of != RUNS:
+        return f"It has a run. Give a file as those of configs/{of}: {', '.join(_shipped(of))}."
+    return f"It has a run, whose config is {config}: with it, `train` resumes the run."
 
 
 def _shipped_file(path: Path) -> Path | None:
@@ -110,12 +108,22 @@ def _named(word: str, folder: str) -> Path:
     return shipped[word]
 
 
+def recipe_or_run(word: str) -> Path:
+    """Return the config that `word` has: that of a run whose folder it is, or the file of `config_file`."""
+    file = _config_of_run(word)
+    return file if file.is_file() and word not in recipe_names() else config_file(word)
+
+
+def _config_of_run(folder: str | Path) -> Path:
+    return Path(folder, "config.yaml")
+
+
 def what_else(word: str) -> str:
     """A sentence on a word that was taken for a config key and is a recipe, a config file or a run; else empty."""
     if word in recipe_names() or Path(word).suffix in YAML:
         return f"It is a recipe: `xscale explain KEY {word}` says where it has a key, and its value there."
-    if (config := Path(word, "config.yaml")).is_file():
-        return f"It is a run: `xscale explain KEY {config}` says where its config has a key."
+    if _config_of_run(word).is_file():
+        return f"It is a run: `xscale explain KEY {word}` says where its config has a key."
     return ""
 
 
@@ -155,8 +163,7 @@ def _famous(word: str) -> str:
 
 def _near(word: str) -> str:
     """A sentence on the recipe or variant whose name is near."""
-    # A word of a few letters is near to too much: `llama` is no misspelling of `glam`.
-    close = get_close_matches(word, recipe_names(), n=1, cutoff=0.75)
+    close = get_close_matches(word, recipe_names(), n=1, cutoff=NEAR)
     return (
         f"Did you mean '{close[0]}'?"
         if close
@@ -214,7 +221,7 @@ def summaries() -> list[RecipeSummary]:
         table.append(
             RecipeSummary(
                 name=name,
-                summary=first_sentence(_heading(file)),
+                summary=first_sentence(heading(file)),
                 parameters=counted.parameters,
                 active_parameters=counted.active,
                 ranks=min_world_size(recipe.parallel.mesh),
@@ -259,106 +266,7 @@ def show(*, as_json: bool) -> None:
     )
 
 
-def init(name: str, out: Path | None) -> None:
-    """Write the recipe `name` as one commented file that uses no other, and say how to start it.
-
-    ConfigError for an unknown name, and if the file exists or cannot be written.
-    """
-    recipe = recipe_named(name)
-    target = Path(f"{recipe.stem}.yaml") if out is None else out
-    if target.suffix not in YAML:
-        raise ConfigError(
-            "--out", f"must be a .yaml file, got {str(target)!r}", f"Give --out {target}.yaml."
-        )
-    _write_new(target, file_text(recipe, f"runs/{target.stem}"))
-    print(f"wrote {target}, the recipe '{recipe.stem}' with all that it uses. Edit it, then:")
-    print(f"  xscale plan {target} --check      find mistakes without starting")
-    print(f"  xscale train {target}")
-    print("  xscale explain KEY      what a key means, such as train.batch_size")
-
-
-def file_text(recipe: Path, run_folder: str) -> str:
-    """Return the text that `init` writes: the composed recipe, with a comment above each key, and a run folder."""
-    data = {key: value for key, value in compose(recipe, []).data.items() if key != "about"}
-    # That of the recipe may have a run already, which the file would resume.
-    data["run"] = {**data.get("run", {}), "dir": run_folder}
-    keys = config_keys()
-    missing = [
-        key.path for key in keys.children(keys.root) if key.path not in data and key.path != "about"
-    ]
-    heading = [
-        f"# yaml-language-server: $schema={(configs_folder() / SCHEMA).as_uri()}",
-        *wrapped(_heading(recipe), "# ", COMMENT_WIDTH),
-        *wrapped(
-            f"Written by `xscale init {recipe.stem}`: every key of the recipe with its meaning. `xscale explain KEY` "
-            "has its type, default and choices; `xscale train FILE key=value` overrides it for one run.",
-            "# ",
-            COMMENT_WIDTH,
-        ),
-    ]
-    footer = wrapped(
-        f"Sections at their defaults: {', '.join(missing)}. `xscale explain SECTION` lists the keys of one.",
-        "# ",
-        COMMENT_WIDTH,
-    )
-    return "\n".join([*heading, *_commented(keys, [keys.root], data, ""), "", *footer]) + "\n"
-
-
-def _commented(
-    keys: ConfigKeys, above: list[Key], data: dict[str, Any], indent: str
-) -> Iterator[str]:
-    """Lines of a section, with the sentence of each key; `above` are the keys that may hold it."""
-    kind = data.get("kind")
-    for name, value in data.items():
-        if not indent:
-            yield ""
-        if name == "kind":
-            yield from (f"{indent}# {line}" for line in _kinds(keys, above))
-            yield f"{indent}kind: {value}"
-            continue
-        matching = [
-            child
-            for key in above
-            for child in keys.children(key, kind if keys.family(key) else None)
-            if name in (child.name, *child.old_names)
-        ]
-        sentence = first_sentence(matching[0].sentence) if matching else ""
-        yield from wrapped(sentence, f"{indent}# ", COMMENT_WIDTH)
-        if isinstance(value, dict) and value:
-            yield f"{indent}{name}:"
-            yield from _commented(keys, matching, value, f"{indent}  ")
-        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            yield f"{indent}{name}:"
-            for item in value:
-                yield from _commented_item(keys, matching, item, f"{indent}  ")
-        else:
-            yield f"{indent}{name}: {flow_text(value)}"
-
-
-def _kinds(keys: ConfigKeys, above: list[Key]) -> Iterator[str]:
-    """A line on the kinds that may fill a slot: all of them, or the command that lists them if they are many."""
-    for family in dict.fromkeys(
-        family for key in above if (family := keys.family(key)) is not None
-    ):
-        kinds = list(keys.parts(family))
-        yield (
-            f"One of {', '.join(kinds)}."
-            if len(kinds) <= FEW
-            else f"One of {len(kinds)}: `xscale list {family}`."
-        )
-
-
-def _commented_item(keys: ConfigKeys, above: list[Key], item: Any, indent: str) -> list[str]:
-    """Lines of an entry of a list: the dash stands before its first key, below that key's comment."""
-    if not isinstance(item, dict):
-        return [f"{indent}- {flow_text(item)}"]
-    lines = list(_commented(keys, above, item, f"{indent}  "))
-    first = next(number for number, line in enumerate(lines) if not line.lstrip().startswith("#"))
-    lines[first] = f"{indent}- {lines[first].lstrip()}"
-    return lines
-
-
-def _heading(file: Path) -> str:
+def heading(file: Path) -> str:
     """The comment at the head of a recipe as one text, without indented lines, which are commands."""
     lines = []
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -367,26 +275,3 @@ def _heading(file: Path) -> str:
         if not line.startswith("#  "):
             lines.append(line.removeprefix("#").strip())
     return " ".join(lines)
-
-
-def _write_new(target: Path, text: str) -> None:
-    """Write a file that must not exist yet, in one step: a killed process leaves no half of it."""
-    part = target.with_name(f".{os.getpid()}.part")
-    try:
-        if target.exists() or target.is_symlink():
-            raise FileExistsError
-        file = part.open("x", encoding="utf-8")
-        try:
-            with file:
-                file.write(text)
-            # A link, unlike a rename, fails if somebody wrote the target meanwhile.
-            os.link(part, target)
-        finally:
-            remove_file(part.parent, part.name)
-    except FileExistsError:
-        fix = "Choose another with --out FILE.yaml."
-        raise ConfigError(str(target), "the file exists, and is not overwritten", fix) from None
-    except OSError as error:
-        raise ConfigError(
-            str(target), f"cannot be written: {error.strerror}", "Choose another with --out."
-        ) from None

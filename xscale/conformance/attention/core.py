@@ -61,7 +61,9 @@ def hides_the_future(entry: Entry[Any], training: bool) -> None:
     dropout = NOISE["dropout"] if training and entry.traits.dropout else 0.0
     mask = AttentionMask(LENGTH, LENGTH, True, dropout=dropout, stats=Stats() if training else None)
     mode = "in training" if training else "in evaluation"
-    full = run(part, *inputs, mask=mask)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = run(part, *leaves, mask=mask)
+    full = output.detach()
     for cut in CUTS[::2] if training else CUTS:
         changed = run(part, *[other_from(x, cut) for x in inputs], mask=mask)
         assert close(changed[:, :, :cut], full[:, :, :cut]), (
@@ -70,10 +72,8 @@ def hides_the_future(entry: Entry[Any], training: bool) -> None:
         assert not close(changed[:, :, cut:], full[:, :, cut:]), (
             "the core does not look at its input"
         )
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        for gradient in gradients_of(
-            run(part, *leaves, mask=mask)[:, :, :cut].square().sum(), leaves
-        ):
+        loss = output[:, :, :cut].square().sum()
+        for gradient in gradients_of(loss, leaves, retain_graph=True):
             assert not gradient[:, :, cut:].any(), f"gradients reach tokens from {cut} on, {mode}"
 
 

@@ -26,6 +26,7 @@ from xscale.core.errors import ConfigError
 from xscale.core.registry import Entry
 from xscale.nn.attention.core import CORES
 from xscale.nn.forward import Forward
+from xscale.nn.mixer.kv_cache import CAPACITY
 from xscale.nn.mixer.local_mixer import LocalMixer
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.module import substitute
@@ -109,14 +110,15 @@ def the_future_does_not_leak(case: Case) -> None:
     assert case[0].traits.causal
     for training in (False, True):
         part, x = built(case, noise=training), drawn(2, LENGTH, WIDTH)
-        full = mixed(part, x)
+        leaf = x.detach().requires_grad_()
+        output = mixed(part, leaf)
+        full = output.detach()
         assert full.shape == x.shape
         for cut in (1, 65) if training else (1, 64, 65, LENGTH - 1):
             changed = mixed(part, other_from(x, cut, 1))
             assert close(changed[:, :cut], full[:, :cut])
             assert not close(changed[:, cut:], full[:, cut:])
-        leaf = x.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(mixed(part, leaf)[:, :64].square().sum(), leaf)
+        (gradient,) = torch.autograd.grad(output[:, :64].square().sum(), leaf)
         # A convolution by FFT is causal to rounding.
         assert gradient[:, 64:].abs().max() <= 1e-12 * gradient.abs().max()
 
@@ -204,6 +206,35 @@ def incremental_is_parallel(case: Case, chunks: list[int]) -> None:
         outputs.append(part(x[:, start : start + size], now))
         start += size
     assert close(torch.cat(outputs, 1), full)
+
+
+@check("mixer", subjects=cases("static_decode"))
+def static_is_incremental(case: Case) -> None:
+    """Steps over a cache of a fixed capacity compute what those over a cache that grows do, in the same memory."""
+    assert case[0].traits.static_decode
+    part, length, capacity = built(case), 24, 70
+    part.path, x, around = "mixer", drawn(2, length + 9, WIDTH), tokens(length + 9)
+    growing: dict[str, Any] = {}
+    static: dict[str, Any] = {CAPACITY: capacity}
+    kept: list[tuple[int, int]] = []
+    for start, stop in ((0, length), *((n, n + 1) for n in range(length, length + 9))):
+        outputs = [
+            part(
+                x[:, start:stop],
+                type(around)(
+                    ids=around.ids[:, start:stop],
+                    positions=around.positions[:, start:stop],
+                    forward=Forward(cache=cache),
+                ),
+            )
+            for cache in (growing, static)
+        ]
+        assert close(*outputs)
+        buffers = static[part.path]
+        assert buffers.k.shape[2] == capacity
+        kept.append((buffers.k.data_ptr(), buffers.v.data_ptr()))
+    assert len(set(kept)) == 1
+    assert set(static) == {CAPACITY, part.path}
 
 
 @check("mixer", subjects=local_cases)

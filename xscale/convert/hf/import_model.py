@@ -19,7 +19,13 @@ from xscale.convert.hf.mxfp4 import dequantized
 from xscale.convert.hf.registry import model_from_hf_config, model_of
 from xscale.convert.mapping import WeightMapping
 from xscale.core.errors import ConfigError
-from xscale.core.files.file_safety import check_name, check_relative, decode_json, read_regular
+from xscale.core.files.file_safety import (
+    check_name,
+    check_readable,
+    check_relative,
+    decode_json,
+    read_regular,
+)
 from xscale.core.foreign import foreign_errors, reason
 from xscale.nn.model.model import MODELS
 
@@ -110,6 +116,7 @@ def open_hf_folder(folder: Path) -> Iterator[HfFolder]:
             opened: Any
             fix = "Copy it again, or save it as safetensors with `save_pretrained`."
             with foreign_errors(folder / name, "the file cannot be read", fix):
+                check_readable(folder / name)
                 if name.endswith(".safetensors"):
                     opened = stack.enter_context(safe_open(folder / name, framework="pt"))
                 else:

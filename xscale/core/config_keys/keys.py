@@ -205,7 +205,7 @@ class ConfigKeys:
 
     def find_part(self, query: str) -> list[tuple[Key, str]]:
         """Slots and kinds that `query` names by a kind in the end: `moe`, `ffn.moe`; each kind of a family once."""
-        *above, kind = query.split(".")
+        *above, kind = query.replace("[]", "").split(".")
         slots: dict[tuple[str, str], Key] = {}
         for key in self.all:
             family = self.family(key)

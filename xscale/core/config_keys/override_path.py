@@ -53,6 +53,20 @@ def parse_path(text: str) -> list[Segment]:
     return segments
 
 
+def typed_key(text: str) -> str:
+    """Return the key of what was typed: without the value of an override, and entries of lists as `name[0]`.
+
+    Messages name an entry by `name.0`, and completion leaves the dot behind a section.
+    """
+    key = text.partition("=")[0].strip().removesuffix(".")
+    return re.sub(r"\.([0-9]{1,9})(?=\.|$)", r"[\1]", key).replace("[*]", "[]")
+
+
+def without_indices(key: str) -> str:
+    """Return the key with `[]` for each entry of a list that is named by its index."""
+    return re.sub(r"\[[0-9]{1,9}\]", "[]", key)
+
+
 def is_plain(data: dict[str, Any], segments: list[Segment]) -> bool:
     """Whether the path is that of a key in sections and parts that the config has, and enters no list."""
     value: Any = data

@@ -16,6 +16,9 @@ FILE_BYTES = 256 << 20
 """Largest file that is read whole, unless its reader says otherwise."""
 JSON_DEPTH = 100
 """Deepest nesting of lists and objects in JSON."""
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_BYTES = 1024
+"""A pointer of Git LFS has fewer bytes (the specification of Git LFS)."""
 INTEGER_DIGITS = 20
 """Longest integer in JSON, with its sign: one of 64 bits."""
 
@@ -48,7 +51,8 @@ def check_relative(path: str) -> str:
 
 
 def open_regular(path: Path, *, follow: bool = True) -> io.BufferedReader:
-    """Open a regular file for reading. OSError for a device, a FIFO or a folder, whose readers would wait forever.
+    """Open a regular file for reading. OSError for a device, a FIFO or a folder, whose readers would wait forever,
+    and for a pointer of Git LFS.
 
     Without `follow` a symbolic link is an error too.
     """
@@ -59,10 +63,32 @@ def open_regular(path: Path, *, follow: bool = True) -> io.BufferedReader:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "this is not a regular file", str(path))
+        if _is_lfs_pointer(descriptor):
+            what = "this is a pointer of Git LFS, and `git lfs pull` fetches the file that it stands for"
+            raise OSError(errno.EINVAL, what, str(path))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _is_lfs_pointer(descriptor: int) -> bool:
+    if os.fstat(descriptor).st_size >= LFS_BYTES:
+        return False
+    return os.pread(descriptor, len(LFS_POINTER), 0) == LFS_POINTER
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is a pointer of Git LFS, which stands for a file that was not fetched. OSError."""
+    if not is_regular(path):
+        return False
+    with path.open("rb") as file:
+        return _is_lfs_pointer(file.fileno())
+
+
+def check_readable(path: Path) -> None:
+    """Raise OSError as `open_regular` does, for a file that a library opens."""
+    open_regular(path).close()
 
 
 def read_regular(path: Path, limit: int | None = FILE_BYTES) -> bytes:
@@ -182,14 +208,15 @@ def remove_empty_folder(folder: Path, name: str) -> None:
 
 
 def remove_folder(folder: Path, name: str) -> None:
-    """Remove the folder `name` of `folder` with its content, as far as possible; of a symbolic link the link.
+    """Remove the folder `name` of `folder` with its content, as far as possible; what is no folder is removed itself.
 
     ValueError for `..` or a path: nothing outside `folder` can be named.
     """
     _check_entry(name)
     path = folder / name
-    if path.is_symlink():
-        with suppress(OSError):
+    # rmtree opens what it is given: a link would be followed, and a FIFO waited for, for ever.
+    with suppress(OSError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)

@@ -22,6 +22,7 @@ NAMES_ELSEWHERE = {
     "run.dir": "output_dir out_dir save_dir run_name exp_name dump_folder",
     "data.sequence_length": "seq_length seq_len max_seq_len max_length max_seq_length context_length",
     "data.tokenizer.vocabulary": "vocab_size padded_vocab_size",
+    "data.tokenizer.file": "tokenizer_path tokenizer_model tokenizer_file vocab_file",
     "data.workers": "num_workers dataloader_num_workers",
     "model.stack.depth": "n_layer n_layers num_layers num_hidden_layers",
     "model.width": "hidden_size hidden_dim d_model n_embd dim embed_dim",
@@ -47,6 +48,21 @@ NAMES_ELSEWHERE = {
 """A key here, or words that name it in each mixture (`moe.experts`) -> its names in other trainers and configs."""
 OTHERS_WORDS = {name: key for key, names in NAMES_ELSEWHERE.items() for name in names.split()}
 
+TEXT_FILES = (
+    "Write 'data.source={kind: text, paths: [FILES]}'; `xscale list source` has other kinds."
+)
+WAYS_OF_PATHS = {
+    **{
+        f"{section}{word}": TEXT_FILES
+        for section in ("", "data.", "data.source.")
+        for word in ("path", "paths", "file", "files", "text")
+    },
+    **dict.fromkeys(
+        ("data.tokenizer.path", "data.tokenizer.model"),
+        "Did you mean 'data.tokenizer.file'?",
+    ),
+}
+"""A whole path whose last word means something else elsewhere -> a sentence on what is done here."""
 OTHERS_WAYS = {
     **dict.fromkeys(
         ("epochs", "num_epochs", "num_train_epochs"),
@@ -72,7 +88,7 @@ OTHERS_WAYS = {
     ),
     **dict.fromkeys(
         ("dataset", "dataset_path", "data_path", "data_dir", "train_file", "train_files"),
-        "Write 'data.source={kind: text, paths: [FILES]}'; `xscale list source` has other kinds.",
+        TEXT_FILES,
     ),
     **dict.fromkeys(
         ("warmup_ratio", "lr_warmup_fraction"),
@@ -109,9 +125,10 @@ def meant_by(word: str) -> str:
     return OTHERS_WORDS.get(_plain(word), "")
 
 
-def way_of(word: str) -> str:
+def way_of(path: str) -> str:
     """Return a sentence on what is done here in place of another trainer's key; empty if none is known."""
-    return OTHERS_WAYS.get(_plain(word), "")
+    path = _plain(path)
+    return WAYS_OF_PATHS.get(path, "") or OTHERS_WAYS.get(path.rpartition(".")[2], "")
 
 
 def _plain(word: str) -> str:

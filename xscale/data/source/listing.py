@@ -12,7 +12,6 @@
 """
 
 import os
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -20,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.files.file_safety import is_lfs_pointer
 
 HIDDEN, ENDING, BROKEN, SPECIAL = "hidden", "of another ending", "broken links", "no regular files"
 TWICE, EMPTY, FOLDER = "other names of a file", "empty", "folders that a glob matches"
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-LFS_BYTES = 1024
-"""A pointer has fewer bytes (the specification of Git LFS)."""
 NAMED = 3
 """Files that are named for a reason, and in an error."""
 
@@ -245,13 +242,10 @@ def _refuse_pointers(files: Iterable[Path], path: str, left_out: LeftOut) -> Non
     pointers = []
     for file in files:
         try:
-            size = file.stat().st_size
-            if not size:
+            if not file.stat().st_size:
                 left_out.add(EMPTY, file)
-            elif size < LFS_BYTES and stat.S_ISREG(file.stat().st_mode):
-                with file.open("rb") as stream:
-                    if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-                        pointers.append(str(file))
+            elif is_lfs_pointer(file):
+                pointers.append(str(file))
         except OSError:
             # Reading the file says what is wrong with it.
             continue

@@ -9,7 +9,7 @@ import pydantic
 
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import reporting_full_disk, write_atomically
-from xscale.core.files.file_safety import decode_json, read_regular
+from xscale.core.files.file_safety import decode_json
 from xscale.core.foreign import foreign_errors, quiet_panics
 from xscale.core.paths import PathText
 from xscale.data.tokenizer.decoder import DecoderError, piece_decoder
@@ -93,7 +93,7 @@ class HuggingFace(FileTokenizer):
 
     def __init__(self, config: Config, folder: Path) -> None:
         super().__init__(config, folder)
-        self.processor, text = _open(self.file)
+        self.processor, text = _open(self.file, self.read_file())
         self.vocabulary = max(self.processor.get_vocab().values(), default=-1) + 1
         self.unpadded_vocabulary = self.vocabulary
         if config.file and config.vocabulary is not None:
@@ -263,16 +263,11 @@ def _library() -> Any:
     return tokenizers
 
 
-def _open(file: Path) -> tuple[Any, str]:
-    """Read the tokenizer and the text of its file."""
+def _open(file: Path, content: bytes) -> tuple[Any, str]:
+    """Make the tokenizer of a file's content, and return it with the text of the file."""
     tokenizers = _library()
     try:
-        text = read_regular(file).decode()
-    except OSError as error:
-        what = f"the tokenizer cannot be read: {error.strerror}"
-        raise ConfigError(
-            str(file), what, "Run `xscale data tokenizer`, which trains it."
-        ) from None
+        text = content.decode()
     except UnicodeDecodeError:
         raise ConfigError(
             str(file), "this is not a tokenizer.json", "Give one, or leave it out."

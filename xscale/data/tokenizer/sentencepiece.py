@@ -67,21 +67,13 @@ class SentencePiece(FileTokenizer):
         super().__init__(config, folder)
         import sentencepiece
 
-        file = self.file
-        try:
-            proto = read_regular(file)
-        except OSError as error:
-            what = f"the tokenizer cannot be read: {error.strerror}"
-            raise ConfigError(
-                str(file), what, "Run `xscale data tokenizer`, which trains it."
-            ) from None
+        file, proto = self.file, self.read_file()
+        fix = "Give another one." if config.file else "Train it again."
         self.processor = sentencepiece.SentencePieceProcessor()
         try:
             self.processor.LoadFromSerializedProto(proto)
         except (RuntimeError, ValueError):
-            raise ConfigError(
-                str(file), "this is not a SentencePiece model", "Train it again."
-            ) from None
+            raise ConfigError(str(file), "this is not a SentencePiece model", fix) from None
         self.vocabulary = self.processor.GetPieceSize()
         self.is_foreign = bool(config.file) and not self._has_our_specials()
         """Whether it was trained elsewhere: its special ids are its own, and it may change a text."""
@@ -93,7 +85,7 @@ class SentencePiece(FileTokenizer):
             self.table = [self._bytes(token) for token in range(self.vocabulary)]
         except ValueError as error:
             what = f"this is not a SentencePiece model: a piece is not text ({error})"
-            raise ConfigError(str(file), what, "Train it again.") from None
+            raise ConfigError(str(file), what, fix) from None
         template = (
             (self.bos,)
             if config.file and _companion_adds_bos(file) and self.bos is not None

@@ -253,6 +253,20 @@ class FileTokenizer(Tokenizer):
         self.file = Path(config.file) if config.file else folder / self.FILE
         """The file that it is read from."""
 
+    def read_file(self) -> bytes:
+        """Read the file. ConfigError where it cannot be read."""
+        try:
+            return read_regular(self.file)
+        except OSError as error:
+            what = f"the tokenizer cannot be read: {error.strerror}"
+            fix = "Run `xscale data tokenizer`, which trains it."
+            if self.file.is_dir():
+                what = "this is a folder, and no tokenizer"
+                fix = "Give the file in it" + _tokenizers_in(self.file)
+            elif self.config.file:
+                fix = "Give an existing one, or leave data.tokenizer.file out: one is trained."
+            raise ConfigError(str(self.file), what, fix) from None
+
     @classmethod
     def planned_vocabulary(cls, config: Any) -> int | None:
         if config.file and Path(config.file).is_file():
@@ -279,6 +293,15 @@ class FileTokenizer(Tokenizer):
     @classmethod
     def sample_bytes(cls, config: Any) -> int:
         return 0 if config.file else int(config.sample_bytes)
+
+
+def _tokenizers_in(folder: Path) -> str:
+    """Return the files of a folder that may be a tokenizer, to end a sentence."""
+    names = ("tokenizer.json", "*.model")
+    files = [str(file) for name in names for file in sorted(folder.glob(name))]
+    return (
+        f": {' or '.join(files)}." if files else ", which has neither tokenizer.json nor a .model."
+    )
 
 
 def sentinel_ids(id_of: Callable[[str], int | None]) -> range:

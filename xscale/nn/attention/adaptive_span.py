@@ -89,7 +89,8 @@ def log_soft_mask(spans: Tensor, mask: AttentionMask, ramp: float) -> Tensor:
     """
     queries = torch.arange(mask.queries, device=spans.device)[:, None] + mask.offset
     distances = (queries - torch.arange(mask.keys, device=spans.device)).abs()  # [T, S]
-    soft_mask = ((ramp + spans - distances) / ramp).clamp(0, 1)
+    # The difference of whole numbers comes first: beside it a short span would be rounded away where they are equal.
+    soft_mask = ((ramp - distances + spans) / ramp).clamp(0, 1)
     hidden = soft_mask <= 0
     return soft_mask.masked_fill(hidden, 1.0).log().masked_fill(hidden, float("-inf"))
 

@@ -27,6 +27,7 @@ from xscale.nn.attention.ops.in_block_mask import (
     split_blocks,
 )
 from xscale.nn.attention.ops.mask import AttentionMask
+from xscale.nn.attention.ops.shown_keys import ShownKeys
 from xscale.nn.dims import Dims
 from xscale.nn.pattern.fixed import Fixed
 from xscale.nn.pattern.grid import Grid
@@ -56,6 +57,7 @@ from xscale_kernels.select import choose, log_choice
         documents=True,
         position_dependent=True,
         decode=True,
+        static_decode=True,
     ),
 )
 class BlockSparse(Core):
@@ -90,6 +92,8 @@ class BlockSparse(Core):
         if config.sinks:
             self.declare_sinks(heads)
         self._layouts: dict[tuple[Grid, torch.device], BlockLayout | None] = {}
+        self._shown: dict[int, ShownKeys] = {}
+        """Of caches of a fixed capacity, by it: a step of generation computes no layout."""
         self._plans: dict[tuple[Grid, torch.device, bool], tuple[BlockPlan, TokenMasks]] = {}
 
     @classmethod
@@ -111,6 +115,8 @@ class BlockSparse(Core):
         assert mask.causal or mask.queries == mask.keys, (
             "a pattern over two sequences of different lengths"
         )
+        if mask.last_keys is not None:
+            return self._all_scores(q, k, v, mask)
         dropout = mask.dropout if self.training else 0.0
         grid = self._grid(mask, q.shape[1], 0)
         implementation = self._implementation(q, mask, dropout, grid)
@@ -284,17 +290,7 @@ class BlockSparse(Core):
 
     def _all_scores(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Attend by operators that keep all scores, whose weights a position reads."""
-        first_row = mask.offset // self.config.block
-        grid = self._grid(mask, q.shape[1], first_row)
-        i = mask.offset + torch.arange(mask.queries, device=q.device)
-        j = torch.arange(mask.keys, device=q.device)
-        seen = torch.zeros(1, mask.queries, mask.keys, dtype=torch.bool, device=q.device)
-        for layout, token_mask in self.pattern.masked_layouts(grid):
-            blocks = torch.from_numpy(layout.copy()).to(q.device)[
-                :, i // self.config.block - first_row
-            ]
-            shown = blocks[:, :, j // self.config.block]  # [H or 1, T, S]
-            seen = seen | (shown if token_mask is None else shown & token_mask(i[:, None], j[None]))
+        seen = self._shown_keys(q, mask)
         scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5
         if self.config.soft_cap is not None:
             scores = self.config.soft_cap * torch.tanh(scores / self.config.soft_cap)
@@ -302,6 +298,19 @@ class BlockSparse(Core):
         scores = scores if bias is None else scores + bias.to(scores.dtype)
         hidden = ~seen if mask.allowed is None else ~(seen & mask.allowed.to(q.device))
         return self.mix_values(masked_softmax(scores, hidden, self.sink_logits()), v, mask)
+
+    def _shown_keys(self, q: Tensor, mask: AttentionMask) -> Tensor:
+        """Return the keys that the pattern shows to each query, bool [B or 1, H or 1, T, S]."""
+        if mask.last_keys is None:
+            first_row = mask.offset // self.config.block
+            grid = self._grid(mask, q.shape[1], first_row)
+            queries = mask.offset + torch.arange(mask.queries, device=q.device)[None]
+            return ShownKeys(self.pattern, grid, q.device).of_queries(queries, mask.keys)
+        if mask.keys not in self._shown:
+            every_query = replace(mask, queries=mask.keys, offset=0)
+            grid = self._grid(every_query, q.shape[1], 0)
+            self._shown[mask.keys] = ShownKeys(self.pattern, grid, q.device)
+        return self._shown[mask.keys].of_queries(mask.last_keys, mask.keys)
 
     @staticmethod
     def _bias_by_pair(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor | None:

@@ -60,6 +60,8 @@ class CoreTraits:
     """Draws random numbers in evaluation too."""
     decode: bool = False
     """Incremental decoding over cached keys gives the same output as the full sequence."""
+    static_decode: bool = False
+    """Hides the keys behind `AttentionMask.last_keys`, so that a step of generation has static shapes."""
     previous_scores: bool = False
     """Reads the attention scores of the previous block, and hands on its own (`AttentionMask.score_edge`)."""
     running_stats: bool = False
@@ -128,6 +130,11 @@ class Core(Part, PostStepState):
     def counts_keys(self) -> bool:
         """Whether an output depends on the number of keys, also where order or documents hide some: padding counts."""
         return False
+
+    def why_not_static(self) -> str | None:
+        if self.traits.static_decode:
+            return None
+        return f"core '{self.Config.kind}' reads the number of keys so far"
 
     def hides_padding(self, documents: bool) -> bool:
         """Whether it hides the padding behind a sample from its text, by causal order or as a document of its own."""

@@ -41,6 +41,7 @@ from xscale.nn.dims import Dims
         "queries alone: the paper's maximum over all keys would let a causal model see later ones.",
         "The divisor of the trigonometric estimator is at least the share of one feature, in a fifth to a half of the "
         "rows at unit variance; in the paper it may be near zero or negative.",
+        "ReLU features have 1e-3 added before they are divided by sqrt(m); the authors add it to the divided ones.",
     ),
 )
 class Performer(Core):

@@ -36,6 +36,7 @@ from xscale.nn.random import SeededNumbers
         decode=True,
     ),
     deviations=(
+        "With scope 'chunk' a key that several rounds show is counted once in each; the paper divides by their number.",
         "With scope 'bucket' a token sees the nearest tokens of its bucket. The paper sorts tokens by bucket and lets "
         "a token see its chunk and the previous one, whose boundaries depend on later tokens: scope 'chunk', for "
         "bidirectional models.",

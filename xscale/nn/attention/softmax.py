@@ -36,7 +36,7 @@ LEAST_PACKED = 512
 
 @CORES.register(
     "softmax",
-    traits=replace(SCORES, context=("ring", "ulysses"), exact=True),
+    traits=replace(SCORES, context=("ring", "ulysses"), exact=True, static_decode=True),
 )
 class Softmax(Core):
     reads_bias: ClassVar[bool] = False

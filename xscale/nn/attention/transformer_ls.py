@@ -37,6 +37,7 @@ from xscale.nn.init import ONES, Init
     deviations=(
         "Bidirectional: a query sees both neighbouring segments whole; the paper's sees the nearer half of each.",
         "The two layer norms have gains, which the heads share, and no biases.",
+        "One length is that of the window and of the segments whose projections are seen; the paper has two.",
     ),
 )
 class TransformerLs(Core):

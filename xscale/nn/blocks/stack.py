@@ -145,8 +145,12 @@ class Stack(Module):
             where = f"{path}.block" if block == config.block else f"{path} (block {layer})"
             for problem in Block.check(block, replace(dims, layer=layer), where, cross=use.cross):
                 key = f"{problem.what}{problem.path.split(')')[-1]}"
-                problems.setdefault(key, with_keys(problem, config, layer, path))
-        of_passes = [problem for part in PASSES for problem in part.check(config, dims, path, use)]
+                problems.setdefault(key, with_keys(problem, config, path))
+        of_passes = [
+            with_keys(problem, config, path)
+            for part in PASSES
+            for problem in part.check(config, dims, path, use)
+        ]
         return [
             *problems.values(),
             *check_blocks_together(config, dims, path, cross=use.cross),

@@ -1,5 +1,6 @@
 """Checks of a stack's config: what its blocks must have in common."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -22,14 +23,15 @@ def check_blocks_together(config: Any, dims: Dims, path: str, *, cross: bool) ->
     ]
 
 
-def with_keys(problem: Problem, config: Any, layer: int, path: str) -> Problem:
+def with_keys(problem: Problem, config: Any, path: str) -> Problem:
     """Return the problem of one block of the stack at `path`, with the keys of the rule that gives the part."""
-    where = f"{path} (block {layer})."
+    in_block = re.compile(re.escape(path) + r" \(block (\d+)\)\.")
 
     def key_of(key: str) -> str:
-        if not (key or problem.path).startswith(where):
+        match = in_block.match(key or problem.path)
+        if match is None:
             return key
-        inner = (key or problem.path).removeprefix(where)
+        layer, inner = int(match[1]), (key or problem.path)[match.end() :]
         rules = [
             index
             for index, rule in enumerate(config.rules)
@@ -105,6 +107,6 @@ def _check_shared_position(config: Any, dims: Dims, path: str) -> list[Problem]:
     )
     differ = f"heads or position (heads: {heads})" if heads else "position"
     what = f"the blocks share parameters of their position, and their mixers differ in {differ}"
-    fix = f"Or take mixers with the same heads and position, or position.{key}=false."
+    fix = "Or take mixers with the same heads and position."
     choices = take([]) + take(False, key=f"model.position.{key}")
     return [Problem(f"{path}.rules", what, fix, choices=choices)]

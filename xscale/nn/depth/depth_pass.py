@@ -101,6 +101,8 @@ class DepthPass(Module):
     """Name of the pass in its stack, and so of its parameters: `stack.halting.weight`."""
     used_by_all_blocks: ClassVar[bool] = False
     """Whether every block computes with its parameters, so that each stage of a pipeline has a copy."""
+    has_static_form: ClassVar[bool] = False
+    """Whether a step of generation with it has a static form (`Module.why_not_static`)."""
     has_edges: ClassVar[bool] = False
     """Whether blocks pass on tensors of it beside the hidden states."""
 
@@ -115,6 +117,10 @@ class DepthPass(Module):
     ) -> "DepthPass | Module | None":
         """Return the pass of a stack of this `StackConfig`; None: it has none. What it needs of blocks it sets here."""
         return None
+
+    def why_not_static(self) -> str | None:
+        static = self.has_static_form
+        return None if static else f"the pass '{self.key}' over the depth has no static form"
 
     def start(self, state: DepthState) -> None:
         """Act before the first block."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
+from xscale.core.requirements import at_most, take
 from xscale.nn.signals import Signal
 
 
@@ -49,39 +50,43 @@ class ExitPolicyConfig(Config):
         for key, criterion in (("window", "uncertainty"), ("power", "vote")):
             value, used = getattr(self, key), self.criterion == criterion
             if used and value is None:
-                problems.append(
-                    Problem(f"{path}.{key}", f"'{criterion}' needs it", "Take such as 1.")
-                )
+                fix = "Other values work too."
+                what = f"'{criterion}' needs it"
+                problems.append(Problem(f"{path}.{key}", what, fix, choices=take(1)))
             if not used and value is not None:
                 what = f"is not used by '{self.criterion}'"
-                problems.append(
-                    Problem(f"{path}.{key}", what, f"Take null, or criterion={criterion}.")
-                )
+                choices = take(None) + take(criterion, key=f"{path}.criterion")
+                problems.append(Problem(f"{path}.{key}", what, choices=choices))
         if self.tolerance is not None and self.criterion != "patience":
             what = f"is not used by '{self.criterion}'"
-            problems.append(Problem(f"{path}.tolerance", what, "Take null, or criterion=patience."))
+            choices = take(None) + take("patience", key=f"{path}.criterion")
+            problems.append(Problem(f"{path}.tolerance", what, choices=choices))
         return [*problems, *self.check_threshold(exits, f"{path}.threshold")]
 
     def check_threshold(self, exits: int, path: str) -> list[Problem]:
         """List why no token, or every token at once, would leave by this threshold."""
         value = self.threshold
         if not 0 <= value < math.inf:
-            return [
-                Problem(
-                    path, f"a threshold is a number from 0 on, got {value:g}", "Take such as 1."
-                )
-            ]
+            what = f"a threshold is a number from 0 on, got {value:g}"
+            return [Problem(path, what, "Other values work too.", choices=take(1))]
+        if self.criterion == "patience" and exits == 1:
+            what = "patience counts the exits that agree with the one before, and there is one exit"
+            exits_path, is_policy, _ = path.rpartition(".policy.threshold")
+            choices = take("entropy", key=f"{exits_path}.policy.criterion")
+            choices += take(None, key=f"{exits_path}.blocks")
+            return [Problem(path, what, choices=choices if is_policy else ())]
         if self.criterion == "patience" and (value != int(value) or not 1 <= value <= exits - 1):
             what = f"patience is a count of exits, from 1 to {exits - 1} with {exits} exits, got {value:g}"
-            fix = f"Take 1 to {exits - 1}." if exits > 1 else "Take at least two exits."
-            return [Problem(path, what, fix)]
+            return [Problem(path, what, choices=take(*range(1, exits)))]
         if self.criterion == "uncertainty" and value > 1:
-            return [Problem(path, f"uncertainty is at most 1, got {value:g}", "Take 0 to 1.")]
+            return [at_most(path, f"uncertainty is at most 1, got {value:g}", 1)]
         most = exits ** (1 - (self.power or 0.0))
         # Thresholds are shares of votes, which round otherwise.
         if self.criterion == "vote" and not 0 < value <= most * (1 + 1e-9):
-            what = f"the votes of {exits} exits reach at most {most:g}, got {value:g}"
-            return [Problem(path, what, f"Take above 0, up to {most:g}.")]
+            what = (
+                f"the votes of {exits} exits are above 0 and reach at most {most:g}, got {value:g}"
+            )
+            return [Problem(path, what, "Other values between these work too.", choices=take(1))]
         return []
 
     def thresholds(self, exits: int, outputs: int) -> list[float]:

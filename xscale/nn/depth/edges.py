@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from xscale.core.choices import Choice
 from xscale.core.errors import Problem
+from xscale.core.requirements import change, instead, take
 from xscale.nn.attention.core import CORES
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.depth.depth_pass import DepthPass, Edges, SentTensor, StackUse
@@ -93,7 +95,9 @@ class PreviousScores(DepthPass):
                 part = MIXERS.of(mixer).part
                 heads[name] = part.score_heads(mixer)
                 if part.reads_scores(mixer) and (layer > 0 or part.needs_previous_scores):
-                    problem = _check_heads(name, layer, previous.get(name), heads[name], path)
+                    problem = _check_heads(
+                        mixer, name, layer, previous.get(name), heads[name], path
+                    )
                     if problem is not None:
                         return [problem]
             previous = heads
@@ -112,23 +116,36 @@ class PreviousScores(DepthPass):
 
 
 def _check_heads(
-    name: str, layer: int, available: int | None, heads: int | None, path: str
+    mixer: Any, name: str, layer: int, available: int | None, heads: int | None, path: str
 ) -> Problem | None:
     """Return why the mixer `name` of block `layer` cannot read the scores of the block before."""
+    where, before = f"{path} (block {layer})", f"{path} (block {layer - 1})"
     if available is None:
         what = f"'{name}' reads the attention scores of the block before, which hands on none"
-        able = (CORES.get(name) for name in CORES.able(previous_scores=True))
+        able = (CORES.get(core) for core in CORES.able(previous_scores=True))
         # Not those that hand them on with some of their settings only.
-        can = ", ".join(
+        handing_on = [
             entry.name
             for entry in able
             if entry.part.traits_of(entry.part.Config()).previous_scores
+        ]
+        choices: tuple[Choice, ...] = ()
+        for name in handing_on if layer else ():
+            choices += change(
+                (f"{before}.mixer.kind", "attention"), (f"{before}.mixer.core.kind", name)
+            )
+        core = getattr(mixer, "core", None)
+        choices += (
+            instead("mixer", mixer.kind, ["attention"])
+            if core is None
+            else instead("core", core.kind, ["softmax"])
         )
-        fix = f"Give block {max(layer - 1, 0)} the mixer attention with one of these cores: {can}."
-        return Problem(f"{path} (block {layer})", what, fix)
+        return Problem(where, what, choices=choices)
     if available != heads:
         what = f"'{name}' has {heads} heads and reads the scores of the {available} before it"
-        return Problem(f"{path} (block {layer})", what, f"Take heads={available}.")
+        choices = take(available, key=f"{where}.mixer.heads")
+        choices += take(heads, key=f"{before}.mixer.heads")
+        return Problem(where, what, choices=choices)
     return None
 
 

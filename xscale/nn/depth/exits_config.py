@@ -10,8 +10,14 @@ from xscale.core.requirements import change, kinds, take
 from xscale.nn.depth.depth_pass import StackUse
 from xscale.nn.depth.early_exit import ExitPolicyConfig
 from xscale.nn.dims import Dims
-from xscale.nn.mixer.mixer import hands_on_scores
+from xscale.nn.mixer.mixer import hands_on_scores, without_scores
 from xscale.nn.norm.norm import NORMS
+
+POLICIES = (
+    {"criterion": "entropy", "threshold": 1},
+    {"criterion": "patience", "threshold": 1},
+)
+"""Policies that are named where there is none."""
 
 
 class ExitsConfig(Config):
@@ -64,7 +70,8 @@ class ExitsConfig(Config):
             problems.append(Problem(f"{path}.policy", what, choices=patience))
         elif scores and policy is not None and policy.tolerance is None:
             what = "patience counts the scores that agree, and nothing says how close these are"
-            problems.append(Problem(f"{path}.policy.tolerance", what, "Take such as 0.1."))
+            fix = "Other distances work too."
+            problems.append(Problem(f"{path}.policy.tolerance", what, fix, choices=take(0.1)))
         if not scores and policy is not None and policy.tolerance is not None:
             what = "it is a distance of scores, and the exits predict tokens or classes"
             problems.append(Problem(f"{path}.policy.tolerance", what, choices=take(None)))
@@ -83,17 +90,12 @@ def check_exits(config: Any, dims: Dims, path: str, use: StackUse) -> list[Probl
     exits, where = config.exits, f"{path}.exits"
     if exits is None:
         return []
-    refused = _no_exits(config, use)
+    refused = check_stack(config, path, use)
     if refused is not None:
-        return [Problem(where, refused, "Take null.")]
+        return [refused]
     if dims.depth == 1:
-        return [
-            Problem(
-                where,
-                "the model's head follows the only block",
-                "Take null, or a deeper stack.",
-            )
-        ]
+        choices = take(None) + take(2, key=f"{path}.depth")
+        return [Problem(where, "the model's head follows the only block", choices=choices)]
     problems = [
         *check_blocks(exits, dims.depth, where),
         *check_losses(exits, dims.causal, where),
@@ -109,14 +111,19 @@ def check_exits(config: Any, dims: Dims, path: str, use: StackUse) -> list[Probl
     )
 
 
-def _no_exits(stack: Any, use: StackUse) -> str | None:
-    """Return why a stack of this `StackConfig` can have no exits; None: it can."""
+def check_stack(stack: Any, path: str, use: StackUse) -> Problem | None:
+    """Return why a stack of this `StackConfig`, at `path`, can have no exits; None: it can."""
+    where, without = f"{path}.exits", take(None)
     if not use.predicts:
-        return "the model's head does not read the output of this stack alone, and an exit predicts as that head does"
+        what = "the model's head does not read the output of this stack alone, and an exit predicts as that head does"
+        return Problem(where, what, choices=without)
     if stack.exits.policy is not None and hands_on_scores(stack):
-        return "a token that has left has no attention scores to hand on to the next block"
+        what = "a token that has left has no attention scores to hand on to the next block"
+        choices = without + take(None, key=f"{where}.policy") + without_scores(stack)
+        return Problem(where, what, choices=choices)
     if stack.halting is not None:
-        return "the output is a mean over the blocks in which a token was computed, and an exit would read one block's"
+        what = "the output is a mean over the blocks in which a token was computed, and an exit would read one block's"
+        return Problem(where, what, choices=without + take(None, key=f"{path}.halting"))
     return None
 
 
@@ -126,45 +133,51 @@ def check_blocks(config: ExitsConfig, depth: int, path: str) -> list[Problem]:
     where, problems = f"{path}.blocks", []
     beyond = [layer for layer in after if layer >= depth - 1]
     if beyond:
-        what = f"a stack of {depth} has no inner block {beyond[0]}; the model's head follows its last block"
-        problems.append(Problem(where, what, f"Take blocks from 0 to {depth - 2}, or null."))
+        what = (
+            f"a stack of {depth} has no inner block {beyond[0]}; its inner ones are 0 to {depth - 2}, "
+            "and the model's head follows its last block"
+        )
+        inner = sorted({layer for layer in after if layer < depth - 1}) or [depth - 2]
+        problems.append(Problem(where, what, choices=take(inner, None)))
     if list(after) != sorted(set(after)):
-        problems.append(Problem(where, "the blocks must ascend", f"Take {sorted(set(after))}."))
+        ascending = take(sorted(set(after)), None)
+        problems.append(Problem(where, "the blocks must ascend", choices=ascending))
     return problems
 
 
 def check_losses(config: ExitsConfig, causal: bool, path: str) -> list[Problem]:
     """List which losses and stages of training do not go together; `causal`: the model has a next token."""
     problems, policy = [], config.policy
+    together = take(None, key=f"{path}.two_stage")
     if config.two_stage is not None and config.head == "shared":
         what = "the second stage trains the exits alone, and their head is the model's, which is frozen"
-        problems.append(Problem(f"{path}.head", what, "Take own, or two_stage=null."))
+        problems.append(Problem(f"{path}.head", what, choices=take("own") + together))
     if config.two_stage is not None and config.stop != "never":
         what = "in two stages the exits are trained last, and by_depth ends their losses before"
-        problems.append(Problem(f"{path}.stop", what, "Take never, or two_stage=null."))
+        problems.append(Problem(f"{path}.stop", what, choices=take("never") + together))
     if config.second_target and (config.two_stage is not None or not causal):
         what = (
             "two stages train nothing behind the exits"
             if causal
             else "an encoder has no next token"
         )
-        problems.append(Problem(f"{path}.second_target", what, "Take 0."))
+        choices = take(0.0) + (together if causal else ())
+        problems.append(Problem(f"{path}.second_target", what, choices=choices))
     if config.two_stage is not None and config.weights == "linear":
         what = "in two stages the model's head and the exits are never trained together"
-        problems.append(Problem(f"{path}.weights", what, "Take equal, or two_stage=null."))
+        problems.append(Problem(f"{path}.weights", what, choices=take("equal") + together))
     if config.diversity and (config.two_stage is not None or config.stop != "never"):
         what = "diversity is that of predictions which are trained together, and these end or begin apart"
-        problems.append(
-            Problem(f"{path}.diversity", what, "Take 0, or two_stage=null and stop=never.")
-        )
+        always = change((f"{path}.two_stage", None), (f"{path}.stop", "never"))
+        problems.append(Problem(f"{path}.diversity", what, choices=take(0.0) + always))
     if config.self_sampling is not None and (policy is None or config.two_stage is not None):
         what = (
             "tokens leave by a policy, and there is none"
             if policy is None
             else "all blocks are frozen then"
         )
-        fix = (
-            "Set policy, or take self_sampling=null." if policy is None else "Take two_stage=null."
+        choices = take(None) + (
+            take(*POLICIES, key=f"{path}.policy") if policy is None else together
         )
-        problems.append(Problem(f"{path}.self_sampling", what, fix))
+        problems.append(Problem(f"{path}.self_sampling", what, choices=choices))
     return problems

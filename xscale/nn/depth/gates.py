@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from xscale.core.config import Config
 from xscale.core.errors import Problem
+from xscale.core.requirements import instead, take
 from xscale.nn.auxiliary import attach
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, SentTensor, StackUse
 from xscale.nn.depth.edges import BlockEdges
@@ -66,6 +67,10 @@ class GatesConfig(Config):
 class Gate(Module):
     """The gate of one sublayer."""
 
+    seams: ClassVar[Seams] = {
+        "param_hook": Role.PARAMETERS_BETWEEN_REGIONS,
+        "random": Role.DRAWS_BETWEEN_REGIONS,
+    }
     first: Parameter
     biases: Parameter
     second: Parameter
@@ -111,6 +116,7 @@ class GateBudget(DepthPass):
     has_edges = True
     seams: ClassVar[Seams] = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,
+        "replicated_input": Role.REPLICATED_INPUT,
         "attach_loss": Role.ON_LAST_STAGE,
     }
     averages_tokens = True
@@ -145,9 +151,6 @@ class GateBudget(DepthPass):
     ) -> dict[str, SentTensor]:
         return {GATES: SentTensor(per_token=True)} if before else {}
 
-    def reads_full_sequence(self) -> str | None:
-        return "block.gates"
-
     def draw(self, tokens: Tokens) -> Tokens:
         """Return the tokens with a budget for each sequence, and the noise of this step of the run."""
         config = self.config
@@ -172,6 +175,7 @@ class GateBudget(DepthPass):
         """
         budgets, real = tokens.get(BUDGETS), tokens.real()
         assert budgets is not None
+        total = self.replicated_input(total[..., None], tokens)[..., 0]  # [B, T]
         total = total if real is None else total * real
         if tokens.any_padding() is None or real is None:
             lengths = total.new_full((len(total),), tokens.count() / tokens.fraction() / len(total))
@@ -189,6 +193,10 @@ class GateBudget(DepthPass):
         )
         return attach(x, loss, weight)
 
+    def replicated_input(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return x [B, T, 1] of all tokens. A seam: those between the blocks may be sharded over tp."""
+        return x
+
     def sum_over_sequence(self, sums: Tensor) -> Tensor:
         """Sum the gates [B] of a part of each sequence over its parts. A seam: a sequence may be sharded."""
         return sums
@@ -202,11 +210,13 @@ def check(config: GatesConfig | None, residual: Any, path: str) -> list[Problem]
     budgets = list(config.budgets)
     if budgets != sorted(set(budgets)):
         what = f"budgets are fractions that ascend, got {budgets}"
-        problems.append(Problem(f"{path}.budgets", what, "Take such as [0.25, 0.5, 1]."))
+        problems.append(Problem(f"{path}.budgets", what, choices=take(sorted(set(budgets)))))
     elif config.evaluated not in budgets:
         what = f"the model is trained for the budgets {budgets}, and not for {config.evaluated:g}"
-        problems.append(Problem(f"{path}.budget", what, "Take one of these, or null."))
+        problems.append(Problem(f"{path}.budget", what, choices=take(*budgets, None)))
     if not RESIDUALS.of(residual).part.skippable:
         what = f"a sublayer that is not computed leaves the residual stream as it is, which '{residual.kind}' does not"
-        problems.append(Problem(path, what, "Take null, or another residual."))
+        able = [entry.name for entry in RESIDUALS if entry.part.skippable]
+        choices = take(None) + instead("residual", residual.kind, able)
+        problems.append(Problem(path, what, choices=choices))
     return problems

@@ -12,8 +12,10 @@ from typing import Annotated, Any
 from pydantic import Field
 from torch import nn
 
+from xscale.core.choices import Choice
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
+from xscale.core.requirements import change, instead, kinds, part_paths, take
 from xscale.nn.depth.depth_pass import DepthPass, StackUse
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
@@ -62,39 +64,48 @@ def check(
     config: MaskDecoderConfig, block: Any, dims: Dims, path: str, stack: Any
 ) -> list[Problem]:
     """List why the last block of `stack`, of config `block`, cannot decode; `path` is that of the mask decoder."""
-    reasons = []
+    reasons: list[tuple[str, tuple[Choice, ...]]] = []
     if dims.causal:
-        reasons.append(
-            ("it predicts masked tokens of an encoder, and this model is causal", "Take null.")
-        )
+        reasons.append(("it predicts masked tokens of an encoder, and this model is causal", ()))
     stream = RESIDUALS.of(block.residual).part
     if stream.placement(block.residual).before is not None:
         what = f"its keys are the output of the block before, and residual '{block.residual.kind}' reads a norm of it"
-        able = (entry for entry in RESIDUALS if entry.traits.hidden_states)
-        kinds = [
+        able = [entry for entry in RESIDUALS if entry.traits.hidden_states]
+        unread = [
             entry.name for entry in able if entry.part.placement(entry.part.Config()).before is None
         ]
-        reasons.append((what, f"Take null, or block.residual among {', '.join(kinds)}."))
+        reasons.append((what, instead("residual", block.residual.kind, unread)))
     if stream.joins_sublayers:
         what = "its queries pass the sublayers in turn, and the block's residual is 'parallel'"
-        reasons.append((what, f"Take null, or block.residual={stream.instead(block.residual)}."))
+        usual = [stream.instead(block.residual)]
+        reasons.append((what, instead("residual", block.residual.kind, usual)))
+    where = path.rpartition(".")[0]
     if block.position is not None:
         what = "absolute positions enter its queries alone, and block.position adds some to the input of every block"
-        reasons.append((what, "Take null, or block.position=null."))
+        reasons.append((what, take(None, key=f"{where}.block.position")))
     if stack.halting is not None:
         what = "the last block is its decoder, and with halting a token may leave before"
-        reasons.append((what, "Take null, or stack.halting=null."))
+        reasons.append((what, take(None, key=f"{where}.halting")))
     for mixer in block.mixers():
         if mixer.kind != "attention" or mixer.shared_qk:
             what = "its queries are not of the tokens of its keys: it needs attention with a projection of each"
-            reasons.append((what, "Take null, or mixer.kind=attention with shared_qk=false."))
+            reasons.append((what, _attention(stack, mixer, where)))
         elif MIXERS.of(mixer).part.score_heads(mixer) is not None:
             what = f"core '{mixer.core.kind}' hands on its scores, and each step would have its own"
-            reasons.append((what, "Take null, or the core softmax."))
-    where = POSITIONS.of(config.position)
-    if where.traits.where not in ("input", "none"):
-        positions = ", ".join(POSITIONS.able(where="input"))
-        fix = f"Take a position among {positions}, or none."
-        reasons.append((f"position '{where.name}' acts within attention", fix))
-    problems = [Problem(path, what, fix) for what, fix in reasons]
-    return problems + list(where.part.check(config.position, dims, f"{path}.position"))
+            reasons.append((what, instead("core", mixer.core.kind, ["softmax"])))
+    problems = [Problem(path, what, choices=take(None) + choices) for what, choices in reasons]
+    position = POSITIONS.of(config.position)
+    if position.traits.where not in ("input", "none"):
+        what = f"position '{position.name}' acts within attention"
+        able_positions = [*POSITIONS.able(where="input"), "none"]
+        choices = kinds(able_positions, f"{path}.position")
+        problems.append(Problem(f"{path}.position", what, choices=choices))
+    return problems + list(position.part.check(config.position, dims, f"{path}.position"))
+
+
+def _attention(stack: Any, mixer: Any, path: str) -> tuple[Choice, ...]:
+    """Return the choices of attention with separate queries and keys, wherever the stack at `path` has this mixer."""
+    if mixer.kind != "attention":
+        return instead("mixer", mixer.kind, ["attention"])
+    paths = part_paths(stack, "mixer", mixer.kind, path)
+    return change(*[(f"{where}.shared_qk", False) for where in paths])

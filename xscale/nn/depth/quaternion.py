@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from xscale.core.choices import Choice
 from xscale.core.errors import Problem
-from xscale.core.requirements import take
+from xscale.core.requirements import change, instead, multiples_near, part_paths, take
 from xscale.nn.attention.hamilton import COMPONENTS, hamilton_rows
 from xscale.nn.ffn.ffn import Ffn, gated_hidden
 from xscale.nn.linear import Linear
@@ -50,7 +51,9 @@ class QuaternionLinear(Linear):
 
     def tp_problems(self, tp: int, path: str) -> list[Problem]:
         what = "a quaternion's components are quarters of the channels, so a rank's rows would not be whole quaternions"
-        return [Problem(path, what, "Or take stacks with linear_maps=real.", choices=take(1))]
+        real = take("real", key="model.stack.linear_maps")
+        stacks = [(f"model.{name}.linear_maps", "real") for name in ("encoder", "decoder")]
+        return [Problem(path, what, choices=take(1) + real + change(*stacks))]
 
 
 def hamilton_matrix(weight: Tensor, output_heads: int = 1, input_heads: int = 1) -> Tensor:
@@ -86,8 +89,7 @@ def check(config: Any, width: int, path: str, *, cross: bool) -> list[Problem]:
     """List what of a stack of this config, at `path`, has no quaternion linear maps."""
     if config.linear_maps == "real":
         return []
-    problems: dict[str, Problem] = {}
-    real = "Or take linear_maps=real."
+    where, problems = f"{path}.linear_maps", dict[str, Problem]()
     for layer in range(config.depth):
         block = config.block_config(layer)
         for sublayer in block.listed(cross=cross):
@@ -95,19 +97,29 @@ def check(config: Any, width: int, path: str, *, cross: bool) -> list[Problem]:
             able = FFNS_WITH_QUATERNIONS if sublayer.part == "ffn" else MIXERS_WITH_QUATERNIONS
             if part.kind not in able:
                 what = f"'{part.kind}' has no linear maps of quaternions"
-                problem = Problem(
-                    f"{path}.linear_maps", what, f"These have: {', '.join(able)}. {real}"
-                )
-                problems.setdefault(what, problem)
+                family = "ffn" if sublayer.part == "ffn" else "mixer"
+                choices = take("real") + instead(family, part.kind, able)
+                problems.setdefault(what, Problem(where, what, choices=choices))
                 continue
             for key, size in _sizes(part, width).items():
                 if size % COMPONENTS:
                     what = f"{COMPONENTS} does not divide {key}={size}, whose quarters are the components"
-                    near = -(-size // COMPONENTS) * COMPONENTS
-                    problems.setdefault(
-                        what, Problem(f"{path}.linear_maps", what, f"Take {near}. {real}")
-                    )
+                    choices = take("real") + _multiples(config, part, key, size, path)
+                    problems.setdefault(what, Problem(where, what, choices=choices))
     return list(problems.values())
+
+
+def _multiples(config: Any, part: Any, key: str, size: int, path: str) -> tuple[Choice, ...]:
+    """Return the choices of sizes near that of `key` which have four quarters, wherever there is such a part."""
+    parts = part_paths(config, part.family, part.kind, path)
+    keys = (
+        [f"{path.rpartition('.')[0]}.width"]
+        if key == "width"
+        else [f"{where}.{key}" for where in parts]
+    )
+    return tuple(
+        Choice(tuple((key, near) for key in keys)) for near in multiples_near(size, COMPONENTS)
+    )
 
 
 def _sizes(part: Any, width: int) -> dict[str, int]:

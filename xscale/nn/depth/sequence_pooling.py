@@ -22,14 +22,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from xscale.core.choices import Choice
 from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
-from xscale.core.requirements import KeyNeed
+from xscale.core.requirements import KeyNeed, change, instead, take
 from xscale.nn.attention.core import CORES
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import hands_on_scores
+from xscale.nn.mixer.mixer import hands_on_scores, without_scores
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.position import POSITIONS
@@ -279,54 +280,61 @@ def token_fractions(config: SequencePoolingConfig, depth: int) -> list[tuple[flo
 
 def check(config: SequencePoolingConfig, stack: Any, dims: Dims, path: str) -> list[Problem]:
     """List why the blocks of `stack` cannot pass on a shorter sequence; `path` is that of the pooling."""
-    reasons = [
-        (
-            dims.causal,
-            "a window has a later token for its first, and this model is causal",
-            "Take null.",
-        ),
+    where = path.rpartition(".")[0]
+    reasons: list[tuple[bool, str, tuple[Choice, ...]]] = [
+        (dims.causal, "a window has a later token for its first, and this model is causal", ()),
         (
             stack.halting is not None,
             "tokens of a halting stack stay apart",
-            "Take null, or stack.halting=null.",
+            take(None, key=f"{where}.halting"),
         ),
         (
             stack.exits is not None,
             "an exit predicts at every token",
-            "Take null, or stack.exits=null.",
+            take(None, key=f"{where}.exits"),
         ),
         (
             stack.mask_decoder is not None,
             "its last block decodes tokens",
-            "Take null, or stack.mask_decoder=null.",
+            take(None, key=f"{where}.mask_decoder"),
         ),
         (
             hands_on_scores(stack),
             "scores that blocks hand on are of all tokens",
-            "Take null, or the core softmax.",
+            without_scores(stack),
         ),
         (
             stack.block.gates is not None,
             "gates spend the budget of all tokens in every block",
-            "Take null, or block.gates=null.",
+            take(None, key=f"{where}.block.gates"),
         ),
     ]
-    problems = [Problem(path, what, fix) for is_so, what, fix in reasons if is_so]
+    problems = [
+        Problem(path, what, choices=take(None) + choices)
+        for is_so, what, choices in reasons
+        if is_so
+    ]
     last = stack.depth - config.decoder_blocks
     if sorted(set(config.before)) != list(config.before) or config.before[-1] >= last:
-        what = f"{list(config.before)} are not ascending blocks from 1 on, before the decoder's"
-        fix = f"Such as {[max(1, last // 2)]}: a stack of depth={stack.depth} has blocks 0 to {stack.depth - 1}."
-        problems.append(Problem(f"{path}.before", what, fix))
-    if config.method == "distill":
-        for name in ("separate_first", "queries_only"):
-            what = "the convolution reads all tokens, and its output is what a block attends to"
-            problems += [Problem(f"{path}.{name}", what, "Take false, or method=mean.")] * getattr(
-                config, name
-            )
-    elif config.norm is not None:
-        problems.append(
-            Problem(f"{path}.norm", "only distill has a norm", "Take null, or method=distill.")
+        what = (
+            f"{list(config.before)} are not ascending blocks from 1 on, before the decoder's: "
+            f"a stack of depth={stack.depth} has blocks 0 to {stack.depth - 1}"
         )
+        ascending = sorted({layer for layer in config.before if layer < last}) or [
+            max(1, last // 2)
+        ]
+        most = stack.depth - 1 - min(config.before[-1], stack.depth - 1)
+        fewer = take(*range(min(most, config.decoder_blocks), -1, -1), key=f"{path}.decoder_blocks")
+        problems.append(Problem(f"{path}.before", what, choices=take(ascending) + fewer))
+    if config.method == "distill":
+        what = "the convolution reads all tokens, and its output is what a block attends to"
+        choices = take(False) + take("mean", key=f"{path}.method")
+        for name in ("separate_first", "queries_only"):
+            if getattr(config, name):
+                problems.append(Problem(f"{path}.{name}", what, choices=choices))
+    elif config.norm is not None:
+        choices = take(None) + take("distill", key=f"{path}.method")
+        problems.append(Problem(f"{path}.norm", "only distill has a norm", choices=choices))
     if config.norm is not None:
         problems += NORMS.of(config.norm).part.check(config.norm, dims, f"{path}.norm")
     return problems + _check_blocks(config, stack, dims, path)
@@ -345,35 +353,35 @@ def _check_blocks(
                 continue
             if POSITIONS.of(position).traits.where == "bias":
                 what = f"core '{core.kind}' counts distances in windows, and position '{position.kind}' in tokens"
-                fix = "Take the core softmax, or the position rope or learned."
-                problems[what] = Problem(path, what, fix)
+                choices = instead("core", core.kind, ["softmax"])
+                choices += instead("position", str(position.kind), ["rope", "learned"])
+                problems[what] = Problem(path, what, choices=choices)
         if layer in config.before and config.queries_only:
-            for what, fix in _unpoolable(block):
-                problems[what] = Problem(f"{path}.queries_only", what, fix)
+            for what, choices in _unpoolable(block, path.rpartition(".")[0]):
+                all_queries = take(False) + choices
+                problems[what] = Problem(f"{path}.queries_only", what, choices=all_queries)
     return list(problems.values())
 
 
-def _unpoolable(block: Any) -> list[tuple[str, str]]:
-    """List why the first mixer of a block cannot have fewer queries than keys, each with what would work."""
-    reasons = []
+def _unpoolable(block: Any, path: str) -> list[tuple[str, tuple[Choice, ...]]]:
+    """List why the first mixer of a block of the stack at `path` cannot have fewer queries than keys, each with the
+    changes that may end it."""
+    reasons: list[tuple[str, tuple[Choice, ...]]] = []
     first, mixer = block.listed()[0], block.config_of(block.listed()[0])
     if first.part != "mixer" or mixer.kind != "attention" or mixer.shared_qk:
         what = "the first block of a stage begins with attention that has fewer queries than keys"
-        reasons.append(
-            (
-                what,
-                "Take false, or mixer.kind=attention with shared_qk=false as its first sublayer.",
-            )
-        )
+        attention = (f"{path}.block.mixer.kind", "attention")
+        apart = (f"{path}.block.mixer.shared_qk", False)
+        reasons.append((what, change(attention) + change(attention, apart)))
     elif not CORES.of(mixer.core).part.traits_of(mixer.core).cross:
-        can = ", ".join(CORES.able(cross=True))
         what = f"core '{mixer.core.kind}' has as many queries as keys"
-        reasons.append((what, f"Take false, or one of these cores: {can}."))
+        reasons.append((what, instead("core", mixer.core.kind, CORES.able(cross=True))))
     stream = RESIDUALS.of(block.residual)
     if stream.part.joins_sublayers:
-        instead = f"Take false, or block.residual={stream.part.instead(block.residual)}."
-        reasons.append((f"the block's residual is '{stream.name}'", instead))
+        usual = [stream.part.instead(block.residual)]
+        what = f"the block's residual is '{stream.name}'"
+        reasons.append((what, instead("residual", stream.name, usual)))
     if block.position is not None:
         what = "block.position is added to a block's input, and the keys of the first block of a stage are not of it"
-        reasons.append((what, "Take false, or block.position=null."))
+        reasons.append((what, take(None, key=f"{path}.block.position")))
     return reasons

@@ -6,9 +6,10 @@ from typing import Any, Literal
 from torch import nn
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import change, part_paths, take
 from xscale.nn.depth.depth_pass import DepthPass, StackUse
 from xscale.nn.dims import Dims
-from xscale.nn.mixer.mixer import MIXERS
+from xscale.nn.mixer.mixer import MIXERS, without_scores
 
 Share = Literal["none", "all", "mixer", "ffn"]
 
@@ -39,6 +40,7 @@ class SharedSublayers(DepthPass):
 
     key = "shared"
     used_by_all_blocks = True
+    has_static_form = True
 
     def __init__(self, sublayers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -81,19 +83,17 @@ def check(config: Any, path: str, *, cross: bool) -> list[Problem]:
     ]
     if any(sublayers != shared[0] for sublayers in shared):
         what = f"share={config.share} gives all blocks the same sublayers, and the rules give them different ones"
-        problems.append(
-            Problem(f"{path}.rules", what, "Leave these rules out, or take share=none.")
-        )
+        choices = take([]) + take("none", key=f"{path}.share")
+        problems.append(Problem(f"{path}.rules", what, choices=choices))
     for name, (part, *_) in shared[0].items():
         if name.split("_")[0] != "ffn" and MIXERS.of(part).part.score_heads(part) is not None:
             what = f"the shared '{name}' hands on its scores, and is made for the first block, which reads none"
-            problems.append(
-                Problem(f"{path}.share", what, "Take share=ffn or none, or the core softmax.")
-            )
+            choices = take("ffn", "none") + without_scores(config)
+            problems.append(Problem(f"{path}.share", what, choices=choices))
         key = None if name.split("_")[0] == "ffn" else MIXERS.of(part).part.values_key(part)
         if key is not None:
             what = f"the shared '{name}' mixes values of the first block into its own, and is that of the first block"
-            problems.append(
-                Problem(f"{path}.share", what, f"Take share=ffn or none, or mixer.{key}=null.")
-            )
+            keys = [f"{where}.{key}" for where in part_paths(config, "mixer", part.kind, path)]
+            choices = take("ffn", "none") + change(*[(where, None) for where in keys])
+            problems.append(Problem(f"{path}.share", what, choices=choices))
     return problems

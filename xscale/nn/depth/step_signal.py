@@ -18,6 +18,7 @@ class StepSignal(DepthPass):
     """Adds the signal of a step to what each block reads."""
 
     key = "step_signal"
+    has_static_form = True
     seams: ClassVar[Seams] = {"of_tokens": Role.SHARD_OF_TOKENS}
 
     @classmethod

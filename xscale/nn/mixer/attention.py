@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention_checks import AttentionChecks
-from xscale.nn.mixer.kv_cache import KvCache
+from xscale.nn.mixer.kv_cache import last_keys, with_cached
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.pairs import Pairs, PositionPairs
@@ -28,7 +29,13 @@ from xscale.nn.tokens import Tokens
 @MIXERS.register(
     "attention",
     traits=MixerTraits(
-        causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True
+        causal=True,
+        bidirectional=True,
+        cross=True,
+        documents=True,
+        decode=True,
+        prefix=True,
+        static_decode=True,
     ),
 )
 class Attention(AttentionChecks):
@@ -149,8 +156,7 @@ class Attention(AttentionChecks):
                 q, k = position.rotate_both(q, k, tokens)
             elif position is not None:
                 q, k = position.rotate(q, tokens), position.rotate(k, key_tokens)
-            if tokens.forward.cache is not None:
-                k, v = tokens.forward.cache.setdefault(self.path, KvCache()).append(k, v)
+            k, v = with_cached(tokens, self.path, k, v)
         if self.query_factor is not None:
             q = q * self.query_factor
         mask = self.with_state(self.make_mask(q, k, tokens, key_tokens), tokens, edge)
@@ -261,6 +267,7 @@ class Attention(AttentionChecks):
                 query_padding=tokens.padding,
                 key_prefix=key_tokens.prefix,
                 observed=None if self.cross else tokens.get(OBSERVED),
+                last_keys=None if self.cross else last_keys(tokens, k.shape[2]),
                 dropout=0.0 if tokens.forward.rng_seed is None else self.dropout,
                 shared_qk=self.shared_qk,
                 stats=tokens.forward.stats,
@@ -293,7 +300,8 @@ class Attention(AttentionChecks):
         if tokens.pooled_from is not None:
             # Where a sequence was shortened, a difference of indices is no distance.
             return replace(plain, bias=position.bias(tokens.positions, key_tokens.positions))
-        if self.uses_relative_bias or (not self.reads_bias and prefers(position, q, k, plain)):
+        by_distance = self.uses_relative_bias and plain.last_keys is None
+        if by_distance or (not self.reads_bias and prefers(position, q, k, plain)):
             return plain.with_relative_bias(position)
         return replace(plain, bias=self._bias(k, tokens))
 
@@ -321,7 +329,8 @@ class Attention(AttentionChecks):
         keys = tokens.positions
         if tokens.forward.cache is not None:
             # Cached tokens have the positions 0, 1, 2 ...
-            keys = k.new_tensor(range(k.shape[2])).to(keys.dtype).expand(keys.shape[0], -1)
+            places = torch.arange(k.shape[2], dtype=keys.dtype, device=keys.device)
+            keys = places.expand(keys.shape[0], -1)
         return self.position.bias(tokens.positions, keys)
 
     def multiply_adds(self, queries: int, keys: int) -> float:

@@ -34,7 +34,7 @@ class AttentionChecks(AttentionHeads):
             fix = ""
             if config.shared_qk is None:
                 what = f"core '{config.core.kind}' shares queries and keys, which {what}"
-                fix = "With shared_qk=false queries and keys are separate, unlike in its paper."
+                fix = "Separate queries and keys are not those of its paper."
             problems.append(Problem(f"{path}.shared_qk", what, fix, choices=kv_heads + take(False)))
         return (
             problems + cls.check_position(config, dims, path) + cls._check_core(config, dims, path)

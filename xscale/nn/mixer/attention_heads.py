@@ -2,8 +2,9 @@
 
 from typing import Any, ClassVar
 
+from xscale.core.choices import Choice
 from xscale.core.errors import Problem
-from xscale.core.requirements import divisors, instead, take
+from xscale.core.requirements import divisors, in_parts, instead, take
 from xscale.nn.attention.core import Core
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import Mixer
@@ -74,12 +75,12 @@ class AttentionHeads(Mixer):
         problems = []
         if heads % tp == 0 and kv_heads % tp and tp % kv_heads:
             what = f"tp={tp} neither divides nor is divided by kv_heads={kv_heads}"
-            fix = f"Or take kv_heads that divide {tp} or that {tp} divides."
-            problems.append(Problem(path, what, fix, choices=divisors(heads)))
+            problems.append(Problem(path, what, choices=divisors(heads) + self._kv_heads(tp)))
         if self.qk_norm_over == "heads" and kv_heads % tp:
             what = f"tp={tp} does not divide kv_heads={kv_heads}, over all of which the keys are normalised"
-            fix = f"Or take kv_heads that {tp} divides, or mixers with qk_norm_over=head."
-            problems.append(Problem(path, what, fix, choices=divisors(kv_heads)))
+            choices = divisors(kv_heads) + self._kv_heads(tp)
+            choices += in_parts("mixer", str(self.Config.kind), "qk_norm_over", "head")
+            problems.append(Problem(path, what, choices=choices))
         period = self.core.head_period
         if heads % tp == 0 and heads // tp % period:
             what = f"tp={tp} gives a rank {heads // tp} heads, and the core's cores take turns every {period}"
@@ -91,6 +92,12 @@ class AttentionHeads(Mixer):
                 Problem(path, what, choices=take(1) + instead("mixer", kind, ["attention"]))
             )
         return problems
+
+    def _kv_heads(self, tp: int) -> tuple[Choice, ...]:
+        """Return the choices of kv_heads that tp shards or replicates."""
+        counts = [count for count in range(1, self.heads + 1) if self.heads % count == 0]
+        fitting = [count for count in counts if count % tp == 0 or tp % count == 0]
+        return in_parts("mixer", str(self.Config.kind), "kv_heads", *reversed(fitting))
 
     def draws_by_head(self) -> list[tuple[Module, Any, int]]:
         return [

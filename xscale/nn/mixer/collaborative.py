@@ -21,7 +21,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.kv_cache import KvCache
+from xscale.nn.mixer.kv_cache import with_cached
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.tokens import Tokens
@@ -123,8 +123,7 @@ class Collaborative(Attention):
             k, v = self._keys(x)
             if self.position is not None:
                 q, k = self.position.rotate_both(q, k, tokens)
-            if tokens.forward.cache is not None:
-                k, v = tokens.forward.cache.setdefault(self.path, KvCache()).append(k, v)
+            k, v = with_cached(tokens, self.path, k, v)
         key_tokens = source if source is not None and self.cross else tokens
         assert self.query_factor is not None
         q, k, v = q * self.query_factor, k.expand(-1, q.shape[1], -1, -1), self._pad(v)

@@ -81,20 +81,19 @@ class GuidedAttention(Attention):
             problems.append(Problem(f"{path}.patterns", what, choices=take(earlier)))
         for pattern in ("delimiter", "period"):
             ids = getattr(config, f"{pattern}_ids")
+            where = f"{path}.{pattern}_ids"
             if pattern in config.patterns and not ids:
-                fix = "Give the tokenizer's ids, or leave the pattern out."
-                problems.append(
-                    Problem(
-                        f"{path}.{pattern}_ids", f"the pattern '{pattern}' has no token ids", fix
-                    )
-                )
+                others = [other for other in config.patterns if other != pattern]
+                what, fix = f"the pattern '{pattern}' has no token ids", "Or give the tokenizer's."
+                without = take(others, key=f"{path}.patterns")
+                problems.append(Problem(where, what, fix, choices=without))
             if bad := [index for index in ids if index >= dims.vocabulary]:
-                what = f"{bad[0]} is no token id of a vocabulary of {dims.vocabulary}"
-                problems.append(
-                    Problem(
-                        f"{path}.{pattern}_ids", what, f"Take ids from 0 to {dims.vocabulary - 1}."
-                    )
+                what = (
+                    f"{bad[0]} is no token id of a vocabulary of {dims.vocabulary}, "
+                    f"whose ids are 0 to {dims.vocabulary - 1}"
                 )
+                known = [index for index in ids if index < dims.vocabulary]
+                problems.append(Problem(where, what, choices=take(known)))
         return problems
 
     def attend_input(

@@ -37,6 +37,8 @@ class MixerTraits:
     """Without `documents`, hides the padding at the end of samples (`Tokens.padding`)."""
     prefix: bool = False
     """In a causal model, lets all tokens of a document see its prefix (`Tokens.prefix`), where its core can."""
+    static_decode: bool = False
+    """Has a static form of a step of generation (`Module.why_not_static`), where its core has."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,12 @@ class Mixer(Part):
         """Whether it computes new tokens from the cache of those before. The trait of a mixer covers its parts."""
         kind = self.Config.kind
         return kind is None or MIXERS.get(kind).traits.decode
+
+    def why_not_static(self) -> str | None:
+        kind = self.Config.kind
+        if kind is None or MIXERS.get(kind).traits.static_decode:
+            return None
+        return f"mixer '{kind}' keeps a state of its own"
 
     @property
     def hands_on_scores(self) -> bool:

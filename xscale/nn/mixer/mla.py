@@ -22,7 +22,7 @@ from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.kv_cache import KvCache
+from xscale.nn.mixer.kv_cache import with_cached
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
 from xscale.nn.norm.norm import NORMS, Norm, Rms
 from xscale.nn.position.position import POSITIONS, Position
@@ -32,7 +32,13 @@ from xscale.nn.tokens import Tokens
 @MIXERS.register(
     "mla",
     traits=MixerTraits(
-        causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True
+        causal=True,
+        bidirectional=True,
+        cross=False,
+        documents=True,
+        decode=True,
+        prefix=True,
+        static_decode=True,
     ),
     deviations=(
         "Generation projects the cached latents to keys and values at each step; W_uk and W_uv are not absorbed into "
@@ -137,10 +143,7 @@ class Mla(Attention):
             plain, turned = q.tensor_split([self.plain_width], -1)
             q = torch.cat((plain, self.position.rotate(turned, tokens)), -1)
             rotated = self.position.rotate(rotated, tokens)
-        if tokens.forward.cache is not None:
-            latent, rotated = tokens.forward.cache.setdefault(self.path, KvCache()).append(
-                latent, rotated
-            )
+        latent, rotated = with_cached(tokens, self.path, latent, rotated)
         k, v = self._expand(latent[:, 0], rotated)
         if self.query_factor is not None:
             q = q * self.query_factor

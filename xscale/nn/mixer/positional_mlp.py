@@ -6,6 +6,7 @@
 
 W [N, N] mixes positions and is the same for all channels; in a causal model its upper triangle is 0. W starts near 0
 and b at 1, so that the block starts as a feed-forward network. It is a whole layer: the paper's block has no other.
+With `attention` (aMLP, section 4.3) s(Z) = Z_1 * (W LN(Z_2) + b + A(x)), A a small head of attention.
 
 `mlp_mixer`, Tolstikhin et al. 2021, eq. 1: a perceptron along the tokens, the same for all channels.
 
@@ -29,6 +30,7 @@ from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
 from xscale.nn.mixer.synthesizer import ValueCache
+from xscale.nn.mixer.tiny_attention import TinyAttention
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.norm.norm import Layer, Norm
 from xscale.nn.roles import Role, Seams
@@ -73,6 +75,8 @@ class Gmlp(PositionalMixer):
         """Whether the weights depend on the distance of two positions alone; the paper finds that they become so."""
         bias: bool = True
         """Whether the two projections of channels have biases."""
+        attention: int | None = Field(default=None, ge=1)
+        """A, width of a head of attention beside the map over the positions (aMLP); null: none. The paper: 64."""
 
     seams: ClassVar[Seams] = {"norm_all_heads": Role.NORM_OVER_HEADS}
 
@@ -96,6 +100,9 @@ class Gmlp(PositionalMixer):
         else:
             self.declare("spatial", (self.length, self.length), ("tokens", "tokens"), start)
         self.declare("spatial_bias", (self.length,), ("tokens",), ONES, decays=False)
+        self.attention: TinyAttention | None = None
+        if config.attention is not None:
+            self.attention = TinyAttention(dims, config.attention, half, bias=config.bias)
 
     @without_padding
     def forward(
@@ -111,8 +118,18 @@ class Gmlp(PositionalMixer):
         check_trained_length(self.path, keys, self.length)
         weights = self.weights(keys).narrow(0, keys - queries, queries)  # [T, S]
         bias = self.use(self.spatial_bias)[keys - queries : keys, None]
-        out: Tensor = self.down(F.gelu(self.up(x)) * (weights @ gate + bias))
+        mixed = weights @ gate + bias
+        if self.attention is not None:
+            mixed = mixed + self.attention(x, self._attention_cache(tokens))
+        out: Tensor = self.down(F.gelu(self.up(x)) * mixed)
         return out
+
+    def _attention_cache(self, tokens: Tokens) -> ValueCache | None:
+        cache = tokens.forward.cache
+        if cache is None:
+            return None
+        cached: ValueCache = cache.setdefault(f"{self.path}.attention", ValueCache())
+        return cached
 
     def weights(self, length: int) -> Tensor:
         """W of the first positions, [T, T]; 0 where a causal model may not look."""
@@ -134,7 +151,10 @@ class Gmlp(PositionalMixer):
         return len(self.up.weight)
 
     def multiply_adds(self, queries: int, keys: int) -> float:
-        return float(self.up.weight.shape[0]) * queries * keys / (2 if self.causal else 1)
+        mixing = float(self.up.weight.shape[0]) * queries * keys / (2 if self.causal else 1)
+        return mixing + (
+            0 if self.attention is None else self.attention.multiply_adds(queries, keys)
+        )
 
 
 @MIXERS.register(

@@ -51,6 +51,7 @@ class EncoderDecoder(Model):
         "decoder": Role.STACK,
         "head": Role.MODEL_OUTPUT,
     }
+    computed_once: ClassVar[tuple[str, ...]] = ("source", "encoder")
     causal: ClassVar[bool] = True
     """Whether the decoder is causal."""
     decoder_predicts: ClassVar[bool] = True

@@ -69,6 +69,9 @@ class Model(Part):
     """Signals that every block of the decoder reads, of an encoder-decoder: stages send them on beside the memory. They
     are the outputs of its inputs (`Role.STACK_INPUT`) beside that of the stack."""
 
+    computed_once: ClassVar[tuple[str, ...]] = ()
+    """Names of the submodules that generation computes once, before its steps."""
+
     def forward(
         self, tokens: Tokens, targets: Tensor | None = None, source: Tokens | None = None
     ) -> Tensor:

@@ -21,6 +21,9 @@ from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
         density="min(1, local_blocks / N + (1 - local_blocks / N) * global_blocks / local_blocks) if heads == 'merged' "
         "else (min(1, local_blocks / N) + global_blocks / local_blocks) / 2",
     ),
+    deviations=(
+        "With split heads odd ones see their own block too, without which the first span would see nothing.",
+    ),
 )
 class Fixed(Pattern):
     """Child et al. 2019 (Sparse Transformer), the fixed pattern: local spans whose last blocks are global.
@@ -116,15 +119,15 @@ class Fixed(Pattern):
         bidirectional=True,
         per_head_layout=True,
         density="min(1, ((2 * stride - 1) * (1 - 1 / stride) / N + 1 / stride) if heads == 'merged' "
-        "else ((2 * stride - 1) / N + 1 / stride) / 2)",
+        "else ((2 * stride + 1) / N + 1 / stride) / 2)",
     ),
 )
 class Strided(Pattern):
-    """Child et al. 2019 (Sparse Transformer), strided: the last `stride` blocks, and every `stride`-th block before."""
+    """Child et al. 2019 (Sparse Transformer), strided: the block and the `stride` before it, and every `stride`-th."""
 
     class Config(Pattern.Config):
         stride: int = Field(default=4, ge=1)
-        """Distance in blocks between seen blocks, and blocks of the local band on each side, the query's included."""
+        """l, distance in blocks between seen blocks, and blocks of the local band on each side of the query's."""
         heads: Literal["merged", "split"] = "merged"
         """merged: each head sees band and strides; split: even heads see the band, odd heads the strides."""
 
@@ -134,7 +137,8 @@ class Strided(Pattern):
 
     def make_layout(self, grid: Grid) -> Layout:
         apart = (grid.row - grid.column)[None]
-        band, strides = abs(apart) < self.config.stride, apart % self.config.stride == 0
+        band = abs(apart) <= self.config.stride
+        strides = apart % self.config.stride == 0
         if not self.differs_by_head:
             merged: Layout = band | strides
             return merged

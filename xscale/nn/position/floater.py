@@ -96,6 +96,9 @@ class Floater(Position):
         return x + F.embedding(tokens.positions, self.encodings(tokens)).to(x.dtype)
 
     @eager
+    def why_not_static(self) -> str | None:
+        return "position 'floater' solves its equation up to the number of tokens so far"
+
     def encodings(self, tokens: Tokens) -> Tensor:
         """Return p of the positions 0, 1, 2 ... up to the tokens' last one, or farther: [N, D]."""
 

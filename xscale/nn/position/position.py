@@ -99,6 +99,11 @@ class Position(Part):
         """Return its terms of the scores and the output of these pairs, as a core takes them: where = scores."""
         return PositionTerms(self, pairs)
 
+    def why_not_static(self) -> str | None:
+        if not self.adds_scores:
+            return None
+        return f"position '{self.Config.kind}' has terms of the scores by the number of keys so far"
+
     @property
     def reach(self) -> int | None:
         """Tokens from which on all distances have one row in `distance_tables`; None: any two may differ."""

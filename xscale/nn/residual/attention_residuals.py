@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.errors import Problem
+from xscale.core.requirements import divisors, take
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.module import Module
@@ -107,12 +108,8 @@ class AttentionResiduals(ResidualStream):
         if stack.share == "none" or count % size == 0:
             return []
         what = f"blocks that share their {count} sublayers begin at the same one, which {size} does not divide"
-        fitting = ", ".join(str(degree) for degree in range(1, count + 1) if count % degree == 0)
-        return [
-            Problem(
-                f"{path}.block.residual.sublayers", what, f"Take one of {fitting}, or share=none."
-            )
-        ]
+        choices = divisors(count) + take("none", key=f"{path}.share")
+        return [Problem(f"{path}.block.residual.sublayers", what, choices=choices)]
 
     def begin(self, x: Tensor) -> Written:
         return (x,)

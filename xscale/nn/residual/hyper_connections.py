@@ -5,7 +5,7 @@ H [n, D] are the streams of a token, f a sublayer with its norms, and H' what fo
     H' = R H + b f(p H),  p [1, n] reads, b [n, 1] writes, R [n, n] mixes
 
 `hyper_connections` (Zhu et al. 2024, equations 9 to 13), with static p, b, R that begin as stream k mod n, ones and the
-identity for sublayer k, and one weight of each kind for all streams:
+identity for sublayer k, one weight of each kind for all streams, and layer normalisation:
 
     p = p_0 + s_a tanh(norm(H) w_p),  R = (R_0 + s_a tanh(norm(H) W_R))^T,  b = b_0 + s_b tanh(norm(H) w_b)
 
@@ -14,7 +14,8 @@ identity for sublayer k, and one weight of each kind for all streams:
     p = sigmoid(a_p norm(x) W_p + b_p),  b = 2 sigmoid(a_b norm(x) W_b + b_b),  R = Sinkhorn(exp(a_R norm(x) W_R + b_R))
 
 Sinkhorn's iteration divides columns and rows by their sums in turn, so that R is doubly stochastic: a mean of the
-streams stays what it was. Both begin with n copies of the embeddings and end with the sum of the streams.
+streams stays what it was. Its norm is of the root mean square of the vector. Both begin with n copies of the embeddings
+and end with the sum of the streams. Weight decay is for the maps w, W, not for what is static (Zhu et al., section 4).
 """
 
 import math
@@ -78,15 +79,15 @@ class FreeWeights(ConnectionWeights):
         self.declare("read", (count,), state, Init("values", values=reads), decays=False)
         self.declare("write", (count,), state, ONES, decays=False)
         self.declare("mix", (count * count,), state, Init("values", values=rows), decays=False)
-        self.declare("read_map", (1, dims.width), ("state", "width"), ZEROS, decays=False)
-        self.declare("write_map", (1, dims.width), ("state", "width"), ZEROS, decays=False)
-        self.declare("mix_map", (count, dims.width), ("state", "width"), ZEROS, decays=False)
+        self.declare("read_map", (1, dims.width), ("state", "width"), ZEROS)
+        self.declare("write_map", (1, dims.width), ("state", "width"), ZEROS)
+        self.declare("mix_map", (count, dims.width), ("state", "width"), ZEROS)
         self.declare(
             "scale", (2,), state, Init("constant", value=config.initial_scale), decays=False
         )
 
     def forward(self, streams: Tensor) -> Weights:
-        normed = normalise(streams)
+        normed = F.layer_norm(upcast(streams), streams.shape[-1:], eps=1e-6)
         read, write, mix = (
             torch.tanh(F.linear(normed, self.upcast(weight, normed)))
             for weight in (self.read_map, self.write_map, self.mix_map)
@@ -115,9 +116,7 @@ class ManifoldWeights(ConnectionWeights):
         # What is read is the mean of equal streams, all get the output, and each keeps nearly its own.
         reads, writes = [-math.log(count - 1) if count > 1 else 8.0] * count, [0.0] * count
         mixes = [0.0 if row == column else -8.0 for row in range(count) for column in range(count)]
-        self.declare(
-            "map", (outputs, count * dims.width), ("state", "width"), dims.init, decays=False
-        )
+        self.declare("map", (outputs, count * dims.width), ("state", "width"), dims.init)
         self.declare(
             "bias",
             (outputs,),
@@ -147,9 +146,14 @@ class ManifoldWeights(ConnectionWeights):
         )
 
 
+def upcast(x: Tensor) -> Tensor:
+    """Return x in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def normalise(x: Tensor) -> Tensor:
     """Divide x [..., K] by its root mean square, in float32 at least: a gain would be part of the map that follows."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = upcast(x)
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
@@ -236,7 +240,7 @@ class SeveralStreams(ResidualStream):
     "hyper_connections",
     traits=ResidualTraits(hidden_states=False),
     deviations=(
-        "The norm of the streams before their weights is root mean square without a gain, which the maps have.",
+        "The layer norm of the streams before their weights has no gain and no bias.",
         "Weights that write into the streams are initialised as usual, not scaled by the square root of their number.",
     ),
 )
@@ -248,8 +252,10 @@ class HyperConnections(SeveralStreams):
     "mhc",
     traits=ResidualTraits(hidden_states=False),
     deviations=(
-        "The paper gives no initial biases: here a sublayer first reads the mean of the streams, writes its output to "
+        "The initial biases are not the paper's: a sublayer first reads the mean of the streams, writes its output to "
         "all, and a stream keeps nearly its own.",
+        "The output is the sum of the streams, as in hyper-connections; DeepSeek-V4 weighs them by a map of their own.",
+        "Sinkhorn's iteration is in the logarithm, without the small number that the code of DeepSeek-V4 adds to sums.",
     ),
 )
 class ManifoldHyperConnections(SeveralStreams):

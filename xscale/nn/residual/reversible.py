@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import take
+from xscale.core.requirements import change, take
 from xscale.nn.mixer.mixer import MIXERS, hands_on_scores, without_scores
 from xscale.nn.residual.residual_stream import (
     RESIDUALS,
@@ -83,9 +83,12 @@ class Reversible(ResidualStream):
         if any(sublayer.parallel for block in blocks for sublayer in block.listed()):
             what = f"{cls.form}, and parallel sublayers add to one"
             choices = take(cls.instead(stack.block.residual), key=f"{path}.block.residual")
-            problems.append(
-                Problem(f"{path}.block.sublayers", what, "Or take parallel=false.", choices=choices)
-            )
+            parallel = [
+                number for number, entry in enumerate(stack.block.sublayers or ()) if entry.parallel
+            ]
+            keys = [f"{path}.block.sublayers.{number}.parallel" for number in parallel]
+            choices += change(*[(key, False) for key in keys]) if keys else ()
+            problems.append(Problem(f"{path}.block.sublayers", what, choices=choices))
         kept = (
             "reversible blocks keep nothing for backward, and {} that blocks hand on would be kept"
         )

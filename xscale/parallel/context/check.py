@@ -7,7 +7,7 @@ from torch import nn
 import xscale.parallel.context.ulysses as ulysses
 from xscale.core.choices import Choice
 from xscale.core.errors import Problem
-from xscale.core.requirements import instead, take
+from xscale.core.requirements import in_parts, instead, take
 from xscale.nn.attention.core import CORES
 from xscale.nn.ffn.ffn import FFNS
 from xscale.nn.mixer.mixer import MIXERS, Mixer
@@ -90,10 +90,8 @@ def _check_attention(
         choices = take(1, key=f"{path}.mesh.cp") + _gathered(path)[1:] + instead("core", kind, able)
     fix = ""
     if attention.dropout and not works:
-        fix = (
-            "Without dropout of attention weights (mixer.dropout=0) more styles work; "
-            "the blocks' dropout always does."
-        )
+        fix = "The blocks' dropout works with all styles."
+        choices += in_parts("mixer", _kind(attention), "dropout", 0.0)
     return [Problem(f"{path}.context.style", what, fix, choices=choices)]
 
 

@@ -6,8 +6,7 @@ from torch import nn
 
 from xscale.core.choices import Choice
 from xscale.core.errors import Problem
-from xscale.core.requirements import change, kinds, take
-from xscale.nn.blocks.stack import Stack
+from xscale.core.requirements import change, in_parts, kinds, take
 from xscale.parallel.config import ParallelConfig
 from xscale.parallel.pipeline.schedule import SCHEDULES, schedule_of
 from xscale.parallel.pipeline.split import (
@@ -32,7 +31,6 @@ def check(model: nn.Module, config: ParallelConfig, path: str, length: int = 0) 
         models = kinds(["decoder", "encoder", "encoder_decoder"], "model")
         return [Problem(f"{path}.mesh.pp", what, choices=take(1) + models)]
     problems = _check_engine(config, path)
-    problems += _check_streams(model, path)
     schedule, blocks = schedule_of(pipeline), len(block_paths(model))
     if schedule.interleaved and pipeline.stages_per_rank < 2:
         what = f"interleaved_1f1b needs at least 2 stages per rank, got {pipeline.stages_per_rank}"
@@ -107,18 +105,6 @@ def _one_copy(name: str, *, looks_up: bool) -> tuple[tuple[Choice, ...], str]:
     return schedules + (change(("model.mtp", None), untied) if looks_up else change(untied)), ""
 
 
-def _check_streams(model: nn.Module, path: str) -> list[Problem]:
-    """List what blocks hand on, or read of all blocks, that stages do not."""
-    problems = []
-    stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    if len(stacks) > 1 and not all(stack.stream.is_hidden_states for stack in stacks):
-        form = next(stack.stream.form for stack in stacks if not stack.stream.is_hidden_states)
-        what = f"stages of an encoder-decoder pass on hidden states, and {form}"
-        fix = "Or take stacks with block.residual=pre."
-        problems.append(Problem(f"{path}.mesh.pp", what, fix, choices=take(1)))
-    return problems
-
-
 def _check_handed_on_scores(
     model: nn.Module, stage_blocks: list[list[str]], config: ParallelConfig, path: str, length: int
 ) -> list[Problem]:
@@ -171,8 +157,11 @@ def _check_two_stacks(model: nn.Module, stage_blocks: list[list[str]], path: str
     problems = []
     if any(tensor.values for tensor in received):
         what = "blocks read the values of the first layer, and stages of an encoder-decoder pass on hidden states alone"
-        fix = "Or take mixers with value_latent_width=null."
-        problems.append(Problem(f"{path}.mesh.pp", what, fix, choices=take(1)))
+        mixers = [module for module in model.modules() if getattr(module, "hands_on_values", False)]
+        choices = take(1)
+        for kind in sorted({str(mixer.Config.kind) for mixer in mixers}):  # type: ignore[union-attr]
+            choices += in_parts("mixer", kind, "value_latent_width", None)
+        problems.append(Problem(f"{path}.mesh.pp", what, choices=choices))
     return problems
 
 

@@ -3,7 +3,7 @@
 The stubs have the protocols of what they replace, so that the model's own forward is the stage's forward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
@@ -115,8 +115,8 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     # Multi-token prediction behind the last block looks tokens up.
     reads_table = is_tied or getattr(model, "mtp", None) is not None
     received = edges_read(model, blocks, index)
-    before = [model.get_submodule(path) for path in chain.from_iterable(blocks[:index])]
-    sublayers = sum(len(block.order) for block in before if isinstance(block, Block))
+    passed = list(chain.from_iterable(blocks[:index]))
+    sublayers = {name: sublayers_of(model, passed, name) for name in layout.stacks}
     sent = [] if last else list(edges_read(model, blocks, index + 1))
     ended: set[nn.Module] = set()
     """Modules of the stacks whose last block is in this stage."""
@@ -133,8 +133,15 @@ def make_stage(model: nn.Module, blocks: list[list[str]], index: int) -> Pipelin
     if len(layout.stacks) == 1:
         _one_stack(stage, layout, received, sent, sublayers, reads_table=reads_table)
     else:
-        _two_stacks(stage, layout, paths, received, sent, tied=last and is_tied)
+        ends = {name for name in layout.stacks if model.get_submodule(name) in ended}
+        _two_stacks(stage, layout, paths, received, sent, sublayers, ends, tied=last and is_tied)
     return stage
+
+
+def sublayers_of(model: nn.Module, paths: Sequence[str], stack: str) -> int:
+    """Return how many sublayers the blocks at `paths` have in that stack."""
+    blocks = [model.get_submodule(path) for path in paths if path.startswith(f"{stack}.")]
+    return sum(len(block.order) for block in blocks if isinstance(block, Block))
 
 
 def _one_stack(
@@ -142,18 +149,19 @@ def _one_stack(
     layout: StageLayout,
     received: dict[str, StageInput],
     sent: list[str],
-    sublayers: int,
+    sublayers: Mapping[str, int],
     *,
     reads_table: bool,
 ) -> None:
     """Put stubs into a model of one stack. `received` and `sent`: what blocks hand on beside the residual stream;
-    `sublayers`: how many the stages before have."""
+    `sublayers`: how many of each stack the stages before have."""
     stack = stage.model.get_submodule(layout.stacks[0])
     assert isinstance(stack, Stack)
     if not stage.first:
-        _receive_stream(
-            stage, stack, layout.inputs[0], sublayers, has_table=stage.last and reads_table
-        )
+        about = StageInput(precise=stack.stream.precise)
+        table = stage.last and reads_table
+        _receive_hidden(stage, layout.inputs[0], about, has_table=table)
+        _receive_stream(stage, stack, about, sublayers[layout.stacks[0]])
     _receive_edges(stage, stack, received)
     if not stage.last:
         substitute(stack, "output", SendStream(stack.stream.to_tensors, sent))
@@ -225,13 +233,9 @@ def sent_between(
     return {}
 
 
-def _receive_stream(
-    stage: PipelineStage, stack: Stack, embed: str, sublayers: int, *, has_table: bool
-) -> None:
-    """Receive the residual stream of the previous stage, behind that many sublayers: the first of its tensors in the
-    place of the embedding `embed`."""
-    about = StageInput(precise=stack.stream.precise)
-    _receive_hidden(stage, embed, about, has_table=has_table)
+def _receive_stream(stage: PipelineStage, stack: Stack, about: StageInput, sublayers: int) -> None:
+    """Receive the residual stream of the previous stage, behind that many sublayers, but for the first of its tensors,
+    which is in the place of the embeddings."""
     further = [stage.receive(about) for _ in range(stack.stream.sent(sublayers) - 1)]
     substitute(stack.stream, "begin", ReceivedStream(stack.stream.from_tensors, further))
 
@@ -259,11 +263,14 @@ def _two_stacks(
     paths: list[str],
     received: dict[str, StageInput],
     sent: list[str],
+    sublayers: Mapping[str, int],
+    ends: Collection[str],
     *,
     tied: bool,
 ) -> None:
     """Put stubs into an encoder-decoder. `tied`: the stage has a head with the table of the embeddings. `received` and
-    `sent`: what blocks hand on beside hidden states."""
+    `sent`: what blocks hand on beside the residual stream; `sublayers`: how many of each stack the stages before have;
+    `ends`: the stacks whose last block is in this stage."""
     model = stage.model
     assert isinstance(model, Model)
     source, target = layout.inputs
@@ -274,23 +281,32 @@ def _two_stacks(
     )
     starts_encoder, starts_decoder = (f"{stack}.blocks.0" in paths for stack in (encoder, decoder))
     # A decoder may read further inputs before the embeddings of the target.
-    read_by_decoder = [
-        seam for _, seam, _ in seams_in([model], Role.STACK_INPUT) if seam not in layout.inputs
-    ]
-    read_by_decoder.append(target)
+    inputs = seams_in([model], Role.STACK_INPUT)
+    read_by_decoder = [*(seam for _, seam, _ in inputs if seam not in layout.inputs), target]
+    streams: dict[str, Any] = {
+        name: model.get_submodule(name).stream for name in (encoder, decoder)
+    }
     if decodes and not starts_decoder:
         for name in read_by_decoder:
-            _receive_hidden(stage, name, StageInput())
+            precise = name == target and streams[decoder].precise
+            _receive_hidden(stage, name, StageInput(precise=precise))
     if not starts_encoder:
         # Both embeddings use one table, whose name is the source's.
-        about = StageInput(from_source=True, states=None if encodes else memory_states)
+        about = StageInput(
+            from_source=True,
+            states=None if encodes else memory_states,
+            precise=encodes and streams[encoder].precise,
+        )
         _receive_hidden(stage, source, about, has_table=starts_decoder or tied)
     # What a stage sends is of its last block, and what it receives of its first.
     for name, receives, sends in ((encoder, encodes, not decodes), (decoder, not encodes, decodes)):
         stack = model.get_submodule(name)
         assert isinstance(stack, Stack)
+        if receives and f"{name}.blocks.0" not in paths:
+            about = StageInput(from_source=name == encoder, precise=stack.stream.precise)
+            _receive_stream(stage, stack, about, sublayers[name])
         _receive_edges(stage, stack, received if receives else {})
-        if sends and sent:
+        if sends and name not in ends:
             substitute(stack, "output", SendStream(stack.stream.to_tensors, sent))
     if not encodes:
         substitute(model, encoder, PassThrough())
@@ -312,16 +328,16 @@ def _output_states(stack: nn.Module) -> Iterator[int]:
 
 
 def _with_memory(model: Model) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the hook by which a decoder sends its output, the signals that its blocks read, its memory, and what its
-    last block hands on."""
+    """Return the hook by which a decoder sends its residual stream, the signals that its blocks read and its memory
+    behind the first tensor, and at the end what its last block hands on."""
 
     def send(_: nn.Module, inputs: tuple[Any, ...], out: Any) -> tuple[Tensor, ...]:
-        x, *handed_on = out if isinstance(out, tuple) else (out,)
+        x, *further = out if isinstance(out, tuple) else (out,)
         return (
             x,
             *(inputs[1].get(signal) for signal in model.signals_of_decoder),
             inputs[2],
-            *handed_on,
+            *further,
         )
 
     return send

@@ -73,17 +73,18 @@ def unsupported_device(config: PrecisionConfig, device: torch.device) -> Problem
     needed, gpu = NEEDS[scaling], device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if gpu else (0, 0)
     able = [other for other, minimum in NEEDS.items() if minimum <= capability]
-    instead = f"float8={' or '.join([*able, 'null'])}, or float8_kernel=emulated"
-    fix = f"Take a GPU of compute capability {needed[0]}.{needed[1]} or newer, {instead}."
+    choices = take(*able, None) + take("emulated", key="precision.float8_kernel")
+    fix = f"Or take a GPU of compute capability {needed[0]}.{needed[1]} or newer."
     if not gpu:
-        return Problem("precision.float8", f"a {device.type} does not support float8 matmuls", fix)
+        what = f"a {device.type} does not support float8 matmuls"
+        return Problem("precision.float8", what, fix, choices=choices)
     if capability < needed:
         what = f"a GPU of compute capability {capability[0]}.{capability[1]} does not support float8={scaling}"
-        return Problem("precision.float8", what, fix)
+        return Problem("precision.float8", what, fix, choices=choices)
     if kernel == "torchao" and importlib.util.find_spec("torchao") is None:
-        other = "float8_kernel=emulated" if scaling == "mx" else "float8_kernel=torch"
-        fix = f"Run: pip install 'torchao>=0.18,<0.19', or take {other}."
-        return Problem("precision.float8_kernel", "torchao is not installed", fix)
+        other = take("emulated" if scaling == "mx" else "torch")
+        fix = "Or run: pip install 'torchao>=0.18,<0.19'."
+        return Problem("precision.float8_kernel", "torchao is not installed", fix, choices=other)
     return None
 
 

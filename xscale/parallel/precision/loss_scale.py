@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import at_least, take
+from xscale.core.requirements import at_least, change, take
 from xscale.parallel.config import LossScaleConfig, PrecisionConfig
 
 LARGEST = 2.0**40
@@ -45,9 +45,15 @@ def check(config: PrecisionConfig, path: str) -> list[Problem]:
         if scaling == LossScaleConfig():
             return []
         what = f"{config.compute} has the range of float32, and its loss is not scaled"
-        return [
-            Problem(where, what, "Or leave it out.", choices=take("float16", key=f"{path}.compute"))
+        default = LossScaleConfig()
+        given = [
+            key
+            for key in LossScaleConfig.model_fields
+            if getattr(scaling, key) != getattr(default, key)
         ]
+        without = change(*[(f"{where}.{key}", getattr(default, key)) for key in given])
+        choices = without + take("float16", key=f"{path}.compute")
+        return [Problem(where, what, choices=choices)]
     for key in ("initial", "minimum"):
         value = getattr(scaling, key)
         if math.frexp(value)[0] != 0.5 or value > LARGEST:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import take
+from xscale.core.requirements import change, take
 from xscale.mesh import torch_private
 from xscale.mesh.torch_private import (
     DispatchKey,
@@ -204,23 +204,6 @@ def check(parallel: ParallelConfig, path: str) -> list[Problem]:
     return [*problems, *_check_regather(parallel, where)]
 
 
-def check_model(model: nn.Module, parallel: ParallelConfig, path: str) -> list[Problem]:
-    """Return what of a model on meta cannot be offloaded."""
-    stacks = [module for module in model.modules() if isinstance(module, Stack)]
-    several = [stack.stream for stack in stacks if not stack.stream.is_hidden_states]
-    if not parallel.recompute.offload or not several:
-        return []
-    what = f"{several[0].form}, and one input of a block is offloaded"
-    return [
-        Problem(
-            f"{path}.recompute.offload",
-            what,
-            "Or take stacks with block.residual=pre.",
-            choices=take(False),
-        )
-    ]
-
-
 def _check_regather(parallel: ParallelConfig, where: str) -> list[Problem]:
     config, problems = parallel.recompute, []
     if not config.regather_sequence_parallel_input:
@@ -228,8 +211,8 @@ def _check_regather(parallel: ParallelConfig, where: str) -> list[Problem]:
     key_path = f"{where}.regather_sequence_parallel_input"
     if parallel.mesh.tp == 1 or not parallel.tensor.sequence:
         what = "no activations are all-gathered without sequence parallelism"
-        fix = "Or take tp above 1 with tensor.sequence=true."
-        problems.append(Problem(key_path, what, fix, choices=take(False)))
+        sharded = change(("parallel.mesh.tp", 2), ("parallel.tensor.sequence", True))
+        problems.append(Problem(key_path, what, choices=take(False) + sharded))
     if config.every == 1:
         what = "every block is recomputed, so none saves gathered activations"
         problems.append(

@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xscale.mesh.torch_private import tree_leaves, tree_map_only
+
 
 class HostCopy:
     """A tensor in CPU memory, and the one that was copied before it."""
 
     def __init__(self, tensor: Tensor, before: "HostCopy | None") -> None:
         self.tensor = tensor
+        self.source: weakref.ref[Tensor] | None = None
+        """The tensor on the device, for other blocks that read it; it is not kept for that."""
+        self.requires_grad = False
+        """Whether that tensor has a gradient."""
         self.before: Callable[[], HostCopy | None] = (
             (lambda: None) if before is None else weakref.ref(before)
         )
@@ -35,25 +41,41 @@ class ActivationOffload:
         self.peak_bytes = 0
         """The most bytes of the copies that there were."""
         self._latest: weakref.ref[HostCopy] | None = None
+        self._copies = weakref.WeakValueDictionary[int, HostCopy]()
         self._stream: Any = None
 
     def run(
-        self, checkpointed: Callable[..., Any], forward: Callable[..., Any], x: Tensor, *inputs: Any
+        self,
+        checkpointed: Callable[..., Any],
+        forward: Callable[..., Any],
+        stream: Any,
+        *inputs: Any,
     ) -> Any:
-        """Return forward(x, *inputs), with x [B, T, D] kept for its recomputation in CPU memory.
+        """Return forward(stream, *inputs), with the residual stream, a tensor or several, kept for its recomputation in
+        CPU memory.
 
         `checkpointed(function, *inputs)` is torch's checkpoint, which keeps the inputs that it is given: so it is given
-        an empty tensor in place of x, which tells it the device.
+        an empty tensor in place of the stream, which tells it the device.
         """
-        copy, first, requires_grad = self.copy_out(x.detach()), [x], x.requires_grad
+        first, empty = [stream], tree_leaves(stream)[0].new_empty(0)
+        copies = tree_map_only(Tensor, self.copy_of, stream)
+
+        def back(copy: HostCopy) -> Tensor:
+            return self.copy_back(copy).requires_grad_(copy.requires_grad)
 
         def run(_: Tensor, *inputs: Any) -> Any:
-            return forward(
-                first.pop() if first else self.copy_back(copy).requires_grad_(requires_grad),
-                *inputs,
-            )
+            return forward(first.pop() if first else tree_map_only(HostCopy, back, copies), *inputs)
 
-        return checkpointed(run, x.new_empty(0), *inputs)
+        return checkpointed(run, empty, *inputs)
+
+    def copy_of(self, x: Tensor) -> HostCopy:
+        """Return the copy of a tensor in CPU memory, one for all blocks whose stream it is in."""
+        copy = self._copies.get(id(x))
+        # A tensor that is gone may have had the same id.
+        if copy is None or copy.source is None or copy.source() is not x:
+            copy = self._copies[id(x)] = self.copy_out(x.detach())
+            copy.source, copy.requires_grad = weakref.ref(x), x.requires_grad
+        return copy
 
     @torch.no_grad()
     def copy_out(self, x: Tensor) -> HostCopy:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import instead, take
+from xscale.core.requirements import change, instead, take
 from xscale.mesh.differentiable_collectives import gather_out, slice_in
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.module import Module, substitute
@@ -33,8 +33,10 @@ def check(model: nn.Module, path: str) -> list[Problem]:
             named = " and ".join(f"stack.{key}" for key in keys)
             reads = "reads" if len(keys) == 1 else "read"
             what = f"{named} {reads} the tokens between the blocks, of which each rank would have a shard"
-            fix = f"Or take a stack without {' and '.join(keys)}."
-            problems[named] = Problem(path, what, fix, choices=take(False))
+            choices = take(False)
+            for without in (None, False):
+                choices += change(*[(f"model.stack.{key}", without) for key in keys])
+            problems[named] = Problem(path, what, choices=choices)
     for module in model.modules():
         if isinstance(module, Module):
             problems |= {problem.what: problem for problem in module.sp_problems(path)}

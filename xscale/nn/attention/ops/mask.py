@@ -57,6 +57,9 @@ class AttentionMask:
     observed: Tensor | None = None
     """[B, T, S], which keys each query observes beside what else decides; a query may observe none, and its output is 0
     then. None: all."""
+    last_keys: Tensor | None = None
+    """[B, T], index of the last key that each query sees, for cores with the trait `static_decode`: those behind it are
+    the unwritten part of a cache of a fixed capacity. None: all keys are there."""
     bias: Tensor | None = None
     """[B or 1, H, T, S] added to the scores."""
     relative_bias: Callable[[Tensor], Tensor] | None = None
@@ -125,9 +128,8 @@ class AttentionMask:
         is_biased = any(
             bias is not None for bias in (self.bias, self.relative_bias, self.position_terms)
         )
-        is_plain = (
-            self.query_documents is None and self.key_prefix is None and self.observed is None
-        )
+        hidden = (self.query_documents, self.key_prefix, self.observed, self.last_keys)
+        is_plain = all(tensor is None for tensor in hidden)
         return is_plain and not is_biased and self.offset == 0
 
     def score_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
@@ -176,6 +178,11 @@ class AttentionMask:
                 self.query_documents[:, None, :, None] == self.key_documents[:, None, None, :]
             )  # [B, 1, T, S]
             allowed = same if allowed is None else allowed & same
+        if self.last_keys is not None:
+            written = (
+                torch.arange(self.keys, device=self.last_keys.device) <= self.last_keys[..., None]
+            )
+            allowed = written[:, None] if allowed is None else allowed & written[:, None]
         if self.observed is not None:
             observed = self.observed[:, None]  # [B, 1, T, S]
             allowed = observed if allowed is None else allowed & observed

@@ -51,6 +51,7 @@ def uses_blocks(q: Tensor, k: Tensor, mask: AttentionMask) -> bool:
         mask.queries * mask.keys >= LEAST_SCORES
         and mask.offset + mask.queries == mask.keys
         and mask.key_prefix is None
+        and mask.last_keys is None
         and q.device.type == "cpu"
         and q.dtype == k.dtype
         and q.dtype in (torch.float32, torch.float64)

@@ -102,9 +102,8 @@ class HashRouter(Router):
             len(frequencies) != dims.vocabulary or min(frequencies) < 0
         ):
             what = f"{len(frequencies)} frequencies for a vocabulary of {dims.vocabulary}"
-            problems.append(
-                Problem(f"{path}.frequencies", what, "Give one number of 0 or more for each id.")
-            )
+            fix = "Or give one number of 0 or more for each id."
+            problems.append(Problem(f"{path}.frequencies", what, fix, choices=take(None)))
         return problems
 
     @classmethod
@@ -155,6 +154,10 @@ class HashRouter(Router):
                 f"{self.path}.frequencies", what, "Give one number of 0 or more for each id."
             )
         return row
+
+    def why_not_static(self) -> str | None:
+        reads_previous = self.config.function not in ("balanced", "rolled", "random", "position")
+        return "it keeps the id of the token before" if reads_previous else None
 
     def previous(self, tokens: Tokens) -> Tensor:
         """[B, T]: the id before each token in its document, -1 at the document's start."""

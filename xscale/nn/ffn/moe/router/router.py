@@ -73,6 +73,12 @@ class Router(Part, PostStepState):
         self.post_step: list[PostStepState] = []
         """Pieces with state that moves after each step; they add themselves."""
 
+    def why_not_static(self) -> str | None:
+        traits = ROUTERS.get(str(self.Config.kind)).traits
+        if traits.choice == "token" and traits.balance != "assignment":
+            return None
+        return f"router '{self.Config.kind}' assigns the tokens of a call together"
+
     @classmethod
     def experts_per_token(cls, config: Any, experts: int) -> float:
         """Assignments per token: k, or the mean where experts choose tokens."""
