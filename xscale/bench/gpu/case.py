@@ -128,15 +128,3 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
-
-
-def peak_megabytes(device: torch.device) -> float | None:
-    """Return the peak of the allocated memory since `reset_peak`; None on a CPU."""
-    return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
-
-
-def reset_peak(device: torch.device) -> None:
-    """Begin a new measurement of the peak of the memory."""
-    free_memory()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
