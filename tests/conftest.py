@@ -59,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=60, help="how many random layouts are trained or refused")
     parser.addoption("--grammars", type=int, default=1000, help="how many hostile files each grammar draws")
     parser.addoption("--grammar-seed", type=int, default=0, help="seed of the first; those after it follow")
+    parser.addoption("--disk-seed", type=int, default=0, help="added to the seeds of the disks that fail")
     parser.addoption("--gpu-device", default="cuda", help="cpu runs the machinery of tests/gpu on a CPU")
     help_ = "seed of the first, from which those after it follow (default: 0; 20261127 for the layouts of recipes)"
     parser.addoption("--layout-seed", type=int, default=None, help=help_)

@@ -162,7 +162,7 @@ def program_of(page: Path) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(checkout: Path, page: Path) -> None:
-    """As a reader copies it, block after block."""
+    """Run as one program, block after block, as a reader copies them."""
     (checkout / "blocks.py").write_text(program_of(page), encoding="utf-8")
     done = start("python blocks.py", checkout)
     assert done.returncode == 0, done.stderr[-4000:]

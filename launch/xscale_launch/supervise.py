@@ -170,9 +170,9 @@ class Supervisor:
                 self._kill_at = time.monotonic() + self._timeouts.stop
                 sent = number if number == signal.SIGUSR1 else self._stop_signal
                 hint = "; press Ctrl-C again to kill them" if number == signal.SIGINT else ""
-                self._say(
-                    f"{number.name}: signalled {len(self._running())} worker(s) to save and stop{hint}"
-                )
+                running = len(self._running())
+                count = "1 worker" if running == 1 else f"{running} workers"
+                self._say(f"{number.name}: signalled {count} to save and stop{hint}")
                 self._send(sent)
             elif number not in (signal.SIGUSR1, signal.SIGUSR2):
                 self._kill_at = time.monotonic()

@@ -42,9 +42,10 @@ def test_points_are_spaced_and_written_between_the_marks(tmp_path: Path) -> None
     text = table({ROWS[0]: chosen})
     assert text.splitlines()[-1] == "|  |  | none | 100% | 75.0% |"
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{FIRST}\nold\n{LAST}\nafter\n")
+    old = ["| head |", "|---|", f"| `{ROWS[0].recipe}` | old |", f"| `{ROWS[1].recipe}` | kept |", "|  | too |"]
+    page.write_text("\n".join(["before", FIRST, *old, LAST, "after", ""]))
     write(text, page)
-    assert page.read_text() == f"before\n{FIRST}\n{text}\n{LAST}\nafter\n"
+    assert page.read_text() == "\n".join(["before", FIRST, text, *old[3:], LAST, "after", ""])
 
 
 def test_the_page_has_a_row_for_each_recipe() -> None:

@@ -2,14 +2,17 @@
 
 import importlib
 import json
+import shlex
 import tarfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from xscale.bench.gpu import pages
 from xscale.bench.gpu.case import GpuContext, failure_of
@@ -17,6 +20,7 @@ from xscale.bench.gpu.cases.packed import document_ids, visible_pairs
 from xscale.bench.gpu.jobs import JOBS, GpuJob, choose_jobs
 from xscale.bench.gpu.measure import GpuOptions, measure
 from xscale.bench.gpu.results import FILE_BYTES, FILES
+from xscale.cli.main import app
 from xscale.core.errors import ConfigError
 from xscale_kernels.select import UnusableError
 
@@ -95,6 +99,29 @@ def test_jobs_are_chosen_by_id_or_name() -> None:
         choose_jobs(["decod"])
 
 
+def test_the_commands_of_the_queue_run_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command of the page starts the job that it names, with as many seconds as the job has and some to begin."""
+    started: list[tuple[list[str], GpuOptions]] = []
+
+    def record(jobs: Sequence[GpuJob], options: GpuOptions, say: object) -> int:
+        started.append(([job.id for job in jobs], options))
+        return 0
+
+    monkeypatch.setattr("xscale.bench.gpu.measure.measure", record)
+    text = pages.QUEUE.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("PYTHONPATH=") and " xscale bench gpu " in line]
+    for line in lines:
+        words = shlex.split(line)
+        result = CliRunner().invoke(app, words[words.index("xscale") + 1 :])
+        assert result.exit_code == 0, (line, result.output)
+    # The first is the example above the table.
+    (example, *queue) = started
+    assert example[0] == ["J1"]
+    assert [jobs for jobs, _ in queue] == [[job.id] for job in JOBS]
+    assert all(job.seconds < options.seconds <= 480 for job, (_, options) in zip(JOBS, queue, strict=True))
+    assert len({options.out for _, options in queue}) == len(JOBS)
+
+
 def test_the_pages_are_those_of_the_jobs_and_of_their_results() -> None:
     assert pages.main([]) == 0, "run python -m xscale.bench.gpu.pages --write"
     assert "| J1 | `correct` |" in pages.queue_table()
@@ -148,8 +175,6 @@ def test_the_status_of_a_failure(error: Exception, outcome: tuple[str, str]) -> 
     assert failure_of(error) == outcome
 
 
-@pytest.mark.long
-@pytest.mark.nightly
 @pytest.mark.nightly
 def test_every_job_runs_at_toy_size_on_a_cpu(tmp_path: Path) -> None:
     """All jobs, with the planted faults among them, end within their seconds; only planted faults lack figures."""

@@ -13,7 +13,7 @@ from xscale.commands.check_part import check_part
 from xscale.conformance.families import FAMILIES
 from xscale.conformance.run import SUITES, checks_for
 from xscale.core.compose import compose
-from xscale.core.errors import ConfigError
+from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.nn.attention.core import CORES
 from xscale.recipe import read_and_check
 
@@ -160,3 +160,19 @@ def test_assertions_that_are_left_out_are_said(folder: Path) -> None:
     )
     assert done.returncode == 2
     assert "Start Python without -O" in done.stderr
+
+
+def test_a_file_of_a_package_is_checked_under_its_full_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its package has registered it already."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert check_part(str(ROOT / "xscale/nn/position/learned.py"), []) == EXIT_DONE
+    assert "position 'learned'" in capsys.readouterr().out
+    copy = tmp_path / "xscale/nn/position/learned.py"
+    copy.parent.mkdir(parents=True)
+    for folder in (tmp_path / "xscale", tmp_path / "xscale/nn", copy.parent):
+        (folder / "__init__.py").touch()
+    copy.touch()
+    with pytest.raises(ConfigError, match=r"Python reads .xscale\.nn\.position\.learned. from another place"):
+        check_part(str(copy), [])

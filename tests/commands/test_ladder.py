@@ -2,8 +2,12 @@
 
 import json
 import math
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from tests.train.tiny import ROOT, recipe
 from xscale.bench.ladder import LadderRun, fit_ladder, read_ladder, table
 from xscale.bench.ladder_page import page
 from xscale.cli.main import app
+from xscale.commands.study import train_runs
 from xscale.commands.study.ladder import plan_runs
 from xscale.commands.study.train_runs import check_unchanged
 from xscale.core.config import encode
@@ -76,8 +81,21 @@ def test_tokens_follow_the_active_parameters(tmp_path: Path) -> None:
         assert abs(run.tokens - 0.5 * run.parameters) <= PER_STEP / 2
 
 
+def train_here(command: Sequence[str], *, stdout: IO[bytes], **_: Any) -> subprocess.CompletedProcess[bytes]:
+    """Stand in for `subprocess.run`: the command's training without a process of its own, which imports for seconds.
+
+    tests/commands/test_compare.py starts the processes.
+    """
+    python, minus_m, package, *words = command
+    assert (python, minus_m, package, words[0]) == (sys.executable, "-m", "xscale", "train")
+    result = CliRunner().invoke(app, words)
+    stdout.write(result.output.encode())
+    return subprocess.CompletedProcess(list(command), result.exit_code)
+
+
 @pytest.mark.long
-def test_it_trains_what_is_missing_and_fits(tmp_path: Path) -> None:
+def test_it_trains_what_is_missing_and_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_runs, "subprocess", SimpleNamespace(run=train_here, STDOUT=subprocess.STDOUT))
     file = written(tmp_path, tokens=[2 * PER_STEP, 8 * PER_STEP, 24 * PER_STEP], experts={"dense": [DENSE]})
     data = yaml.safe_load(file.read_text())
     data["sizes"]["w48"] = ["model.width=48"]

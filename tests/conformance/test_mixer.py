@@ -1,5 +1,6 @@
 """Conformance of mixers; a mixer that holds a core is tried with every core that can do what is asked."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,8 +27,14 @@ def marks(check: Check, arguments: Arguments) -> Marks:
         return []
     entry, config = arguments[0]
     first = next(mixer for mixer in MIXERS if "core" in type(example(mixer)).model_fields)
-    alike = [core.name for core in CORES if declared(core) == declared(CORES.of(config.core))]
-    return [] if entry.name == first.name or CORES.of(config.core).name == alike[0] else [pytest.mark.long]
+    alone = entry.name != first.name and CORES.of(config.core).name not in first_of_each_kind()
+    return [pytest.mark.long] if alone else []
+
+
+@cache
+def first_of_each_kind() -> frozenset[str]:
+    """The first core of those with equal traits."""
+    return frozenset({declared(core): core.name for core in reversed(list(CORES))}.values())
 
 
 def declared(core: Entry[Any]) -> tuple[bool, ...]:

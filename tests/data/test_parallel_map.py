@@ -32,6 +32,16 @@ def die(number: int) -> int:
     return number
 
 
+MASK = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""Signals that were blocked when this module was imported."""
+
+
+def interrupts(number: int) -> tuple[bool, bool, bool]:
+    """Whether Ctrl-C waited while this process started, whether it waits now, and whether it ends it without a word."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return signal.SIGINT in MASK, signal.SIGINT in blocked, signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+
+
 JOBS = [(number,) for number in range(8)]
 
 
@@ -59,6 +69,12 @@ def test_our_fault_keeps_its_traceback() -> None:
 def test_a_process_that_dies_ends_it_with_the_cause() -> None:
     with pytest.raises(RuntimeError, match=r"died \(status -9.*Run the same command again"):
         list(parallel_map(die, JOBS, 2))
+
+
+def test_ctrl_c_waits_for_processes_that_start() -> None:
+    """Their imports would end in tracebacks, and one that is not known yet would not be ended."""
+    assert {*parallel_map(interrupts, JOBS, 2)} == {(True, False, True)}
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_leaving_early_ends_the_processes() -> None:

@@ -168,7 +168,7 @@ def test_links_are_measured_before_any_worker(
     statuses, output = job.ended(first, second)
     if not said:
         assert statuses == [0, 0], output
-        assert "1 link(s) between nodes: median 10.00 GB/s" in output
+        assert "1 link between nodes: median 10.00 GB/s" in output
         return
     assert statuses[0] == 76, output
     assert said in (job.attempt / "fault").read_text()
@@ -187,7 +187,7 @@ def test_a_signal_during_the_preflight_is_no_crash(tmp_path: Path) -> None:
     assert node_check.send_report("127.0.0.1", job.port + 1, {**preflight.as_data(other), "task": 1}, 20) == []
     statuses, said = job.ended(first)
     assert statuses == [0], said
-    assert "SIGUSR1: signalled 1 worker(s) to save and stop" in said
+    assert "SIGUSR1: signalled 1 worker to save and stop" in said
     assert attempts.read_attempt(job.attempt, 1, 0) == (status.RESUMABLE, "")
 
 

@@ -293,3 +293,25 @@ def test_messages_name_packages_that_an_index_has() -> None:
 @pytest.mark.parametrize("name", ["'xscale[mpi]'", "mpi5py", "'torch>=99'", "-e '.[mpy]'", "-e '.[hub]'"])
 def test_a_package_that_no_index_has_is_seen(tmp_path: Path, name: str) -> None:
     assert unknown_packages(plant(tmp_path, xscale__nn__a=f'x = """pip install {name}"""')) != []
+
+
+def counts_without_number(root: Path) -> list[str]:
+    """Messages that leave singular and plural to the reader: a value, then `document(s)`."""
+    return [
+        file.at(node, part.value.strip())
+        for file in files(root)
+        for node in file.nodes
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values[1:]
+        if isinstance(part, ast.Constant) and re.match(r" [a-z ]+\((s|es)\)", part.value)
+    ]
+
+
+def test_a_message_says_one_or_several() -> None:
+    """`xscale.core.errors.counted` writes both."""
+    assert counts_without_number(ROOT) == []
+
+
+def test_a_count_of_either_number_is_seen(tmp_path: Path) -> None:
+    assert counts_without_number(plant(tmp_path, xscale__nn__a='x = f"{n} document(s) left"')) != []
+    assert counts_without_number(plant(tmp_path, xscale__nn__a='x = f"{n} to exp(s + 1)"; y = f"squash(s)"')) == []

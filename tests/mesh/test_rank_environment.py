@@ -16,7 +16,15 @@ from xscale.cli.options import rank_from_launcher as start_as_rank
 from xscale.core.errors import EXIT_USER, ConfigError, FaultError
 from xscale.mesh import rendezvous
 from xscale.mesh.environment import RankInfo, check_rendezvous, read_rank_info, why_ranks_are_missing
-from xscale.mesh.rendezvous import announce_leaving, attempt_store, leave_last, names_of, open_store, wait_for_keys
+from xscale.mesh.rendezvous import (
+    announce_leaving,
+    attempt_store,
+    leave_last,
+    names_of,
+    open_store,
+    wait_for_keys,
+    wait_for_name,
+)
 from xscale_launch.env import mpi_ranks, slurm_ranks
 from xscale_launch.mpi.mpi_rank import rank_from_launcher
 from xscale_launch.status import LaunchError
@@ -233,6 +241,45 @@ def test_a_rank_without_rank_0_says_for_what_it_waits(
     assert len(said) == says
     assert all(line.startswith(f"xscale: rank {rank} has waited 0 s for rank 0 of 4, which has the") for line in said)
     assert all("env -u RANK xscale ..." in line for line in said)
+
+
+NAMES: dict[str, tuple[str, int, str | None]] = {
+    # The name in MASTER_ADDR, how many questions its name service does not answer, and what is said in the end.
+    "an address": ("127.0.0.1", 0, None),
+    "a name that is known after a while": ("localhost", 3, None),
+    "a name that nobody knows": ("no-such-host.invalid", 10**9, "no-such-host.invalid' after 0 s (not known)"),
+    "no name": ("a" * 70 + ".x", 0, "x' after 0 s ("),
+}
+
+
+@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize("case", NAMES)
+def test_the_name_of_rank_0_s_machine(
+    case: str, says: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod's name is known some time after the pod has started; a name that is wrong is never known."""
+    name, unanswered, sentence = NAMES[case]
+    ask, asked = rendezvous.socket.getaddrinfo, [0]
+
+    def answer(*given: Any) -> Any:
+        asked[0] += 1
+        if asked[0] <= unanswered:
+            raise rendezvous.socket.gaierror(-2, "not known")
+        return ask(*given)
+
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", answer)
+    monkeypatch.setattr(rendezvous, "SAY_SECONDS", 0.2)
+    if sentence is None:
+        wait_for_name(name, 29500, 60.0, says=says)
+        assert asked[0] == unanswered + 1
+        return
+    with pytest.raises(ConfigError) as refused:
+        wait_for_name(name, 29500, 0.4, says=says)
+    assert str(refused.value).startswith("MASTER_ADDR: no machine is known by the name '")
+    assert sentence in str(refused.value)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == says
+    assert all(line.startswith("xscale: no machine is known by the name") for line in said)
 
 
 @pytest.mark.parametrize("says", [True, False])

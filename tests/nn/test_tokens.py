@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.conformance.made import numbered
 from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask
 from xscale.nn.auxiliary import attach
-from xscale.nn.depth.sequence_pooling import TokenWindows
+from xscale.nn.depth.token_windows import TokenWindows
 from xscale.nn.forward import Forward
 from xscale.nn.head.boundary_head import BOUNDARIES
 from xscale.nn.head.pooler import LABELS

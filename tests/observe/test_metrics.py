@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bounds import bounded
 from xscale.observe import EvalReport
 from xscale.observe.metrics import Cut, Metrics, read, truncate
 
@@ -118,3 +119,33 @@ def test_reading_passes_over_torn_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "x\n[3]\n\xff\xfe\n{"step": 4}')
     assert [item["step"] for item in read(path)] == [1, 4]
+
+
+@pytest.mark.parametrize("place", ["first", "last", "between"])
+def test_a_line_without_an_end_takes_no_memory(tmp_path, monkeypatch, place):
+    """A file of somebody else, or sparse after a crash. It is no row: readers leave it out, and a cut removes it."""
+    monkeypatch.setattr("xscale.observe.metrics.LINE_BYTES", 1 << 20)
+    path = tmp_path / "metrics.jsonl"
+    rows = [b'{"step": 1, "loss": 2.0}\n', b'{"step": 2, "loss": 1.0}\n']
+    at = {"first": 0, "last": 2, "between": 1}[place]
+    with path.open("wb") as file:
+        for row in rows[:at]:
+            file.write(row)
+        file.seek(200 << 20, 1)
+        file.write(b"\n")
+        for row in rows[at:]:
+            file.write(row)
+    with bounded(64 << 20):
+        assert [item["step"] for item in read(path)] == [1, 2]
+        truncate(path, Cut(2))
+    assert path.read_bytes() == b"".join(rows)
+
+
+@pytest.mark.parametrize("size", [31, 32, 33, 63, 64, 65])
+def test_lines_around_the_longest_are_whole_or_left_out(tmp_path, monkeypatch, size):
+    monkeypatch.setattr("xscale.observe.metrics.LINE_BYTES", 32)
+    path = tmp_path / "metrics.jsonl"
+    line = b'{"step": 1, "loss": 2.0' + b" " * (size - 25) + b"}\n"
+    assert len(line) == size
+    path.write_bytes(line + b'{"step": 2, "loss": 1.0}\n')
+    assert [item["step"] for item in read(path)] == ([1, 2] if size <= 32 else [2])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.distributed import Pool
 from tests.parallel.against_one import Found, compare, trained
-from xscale.nn.depth.sequence_pooling import TokenWindows
+from xscale.nn.depth.token_windows import TokenWindows
 from xscale.nn.position.learned import Learned
 from xscale.nn.signals import BATCH, TOKENS, Signal, TokenAxes
 from xscale.nn.tokens import Tokens

@@ -34,6 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"tp": 2}, "recompute": {"every": 1}},
     "zero": {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}},
     "dp": {"mesh": {"dp_replicate": 2}},
+    "cp": {"mesh": {"cp": 2}},
 }
 
 
@@ -41,12 +42,25 @@ def test_heads_over_tp_have_the_numbers_of_one_process(pool: Pool) -> None:
     same(pool, alone(pool, FUNNEL, **RUN), 2, FUNNEL, LAYOUTS["tp"], **RUN)
 
 
+CONTEXT = {
+    style: {"mesh": {"cp": 2}, "recompute": {"every": 1}, "context": {"style": style}} for style in ("ring", "ulysses")
+}
+
+
+@pytest.mark.parametrize("style", ["ulysses", pytest.param("ring", marks=pytest.mark.long)])
+def test_windows_of_two_ranks_have_the_numbers_of_one_process(style: str, pool: Pool) -> None:
+    """23 tokens in four chunks of six: windows of two tokens, after the first, lie across ranks."""
+    model = {**FUNNEL, "position": "learned"}
+    same(pool, alone(pool, model, **RUN), 2, model, CONTEXT[style], **RUN)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("section", [FUNNEL, DISTILLED], ids=["funnel", "distilled"])
 def test_layouts_have_the_numbers_of_one_process(section: dict[str, Any], pool: Pool) -> None:
     expected = alone(pool, section, **RUN)
-    for layout in LAYOUTS.values():
-        same(pool, expected, 2, section, layout, **RUN)
+    for name, layout in LAYOUTS.items():
+        if name != "cp" or section is not FUNNEL:
+            same(pool, expected, 2, section, layout, **RUN)
 
 
 @pytest.mark.long
@@ -87,10 +101,17 @@ def test_batch_norms_of_distilling_read_the_batch_of_all_ranks(tmp_path: Path, p
     ("layout", "message"),
     [
         ({"mesh": {"pp": 2}}, "a stage would receive hidden states of another length"),
-        ({"mesh": {"cp": 2}}, "a window may have tokens of two ranks"),
+        ({"mesh": {"cp": 2}}, "differences of indices, which are no distances of windows"),
         ({"mesh": {"tp": 2}, "tensor": {"sequence": True}}, "stack.pooling reads the tokens between the blocks"),
     ],
 )
-def test_layouts_that_shard_the_sequence_or_the_depth_are_refused(layout: dict[str, Any], message: str) -> None:
+def test_layouts_that_shard_the_depth_or_the_sequence_between_regions_are_refused(
+    layout: dict[str, Any], message: str
+) -> None:
     problems = asked(FUNNEL, layout, data=RUN["data"]).check(2)
     assert [problem for problem in problems if message in str(problem)], [str(problem) for problem in problems]
+
+
+def test_a_batch_norm_of_distilling_is_refused_on_shards() -> None:
+    problems = asked(model({**DISTILL, "norm": "batch"}, dropout=0.0), {"mesh": {"cp": 2}}, data=RUN["data"]).check(2)
+    assert [problem for problem in problems if "once for each rank" in str(problem)]

@@ -14,13 +14,13 @@ LAYOUTS: dict[str, tuple[str, Sections, int]] = {
         {"model": decoder({"exits": {"diversity": 0.1}}), "parallel": {"mesh": {"pp": 2}}},
         2,
     ),
-    "windows on shards": (
+    "windows on stages": (
         "needs_of_modules_are_met",
         {
             "model": {**ENCODER, "stack": {"depth": 4, "block": BLOCK, "pooling": {"before": (2,)}}},
             "objective": {"kind": "classify", "classes": 3},
             "data": LABELLED,
-            "parallel": {"mesh": {"cp": 2}},
+            "parallel": {"mesh": {"pp": 2}},
         },
         2,
     ),
@@ -267,6 +267,21 @@ LAYOUTS: dict[str, tuple[str, Sections, int]] = {
     "a kernel that is compiled": (
         "kernels_can_be_chosen",
         {"kernels": {"packed_attention": "flash_attn"}, "parallel": {"compile": True}},
+        1,
+    ),
+    "a graph of packed documents": ("graphs_read_whole_sequences", {"parallel": {"cuda_graphs": True}}, 1),
+    "a graph of what is recomputed": (
+        "compile can be configured so",
+        {"parallel": {"cuda_graphs": True, "recompute": {"every": 1}}, "data": {"cross_documents": True}},
+        1,
+    ),
+    "a graph of dropout": (
+        "compile can be applied to the model",
+        {
+            "model": decoder(dropout=0.1),
+            "parallel": {"cuda_graphs": True},
+            "data": {"cross_documents": True},
+        },
         1,
     ),
     "exits that are not frozen": (

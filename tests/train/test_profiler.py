@@ -51,7 +51,7 @@ def test_each_rank_writes_its_trace_of_the_steps_named(tmp_path: Path, pool: Poo
         assert {name for name in names if name.startswith("step ")} == {"step 3", "step 4"}
         assert {"data", "forward", "backward", "optimizer"} <= set(names), "phases are named"
     log = (tmp_path / "profiled" / "log.txt").read_text()
-    assert "profiled 2 step(s)" in log
+    assert "profiled 2 steps" in log
     assert "ms a step of each rank, the slowest first:\n" in log
     assert "FLOPs of a step" in log
     assert not (tmp_path / "plain" / "profile").exists()
@@ -212,7 +212,7 @@ def test_a_run_that_ends_within_the_steps_says_that_nothing_is_written(tmp_path:
 
 def test_a_rollback_begins_the_profile_anew(tmp_path: Path) -> None:
     (message,) = profiled_steps(tmp_path, [1, 2, 2, 3, 4])
-    assert "profiled 2 step(s)" in message
+    assert "profiled 2 steps" in message
     with gzip.open(tmp_path / "profile/step-00000002/rank-0.json.gz") as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
     assert sorted({name for name in names if name.startswith("step ")}) == ["step 2", "step 3"]

@@ -178,56 +178,6 @@ def test_the_log_says_how_it_decodes() -> None:
     assert lines == ["static KV cache of 5 tokens; each step is static shapes"]
 
 
-class RecordedGraphs:
-    """Stands for torch.cuda's streams and graphs on a machine without a GPU, and records what is captured."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.events: list[str] = []
-        self.call: Any = None
-        for name, value in {
-            "Stream": lambda: self, "current_stream": lambda: self, "CUDAGraph": lambda: self,
-            "stream": lambda _: self.section("side stream"), "graph": lambda _: self.section("capture"),
-        }.items():  # fmt: skip
-            patch.setattr(torch.cuda, name, value)
-
-    def section(self, name: str) -> Any:
-        events = self.events
-
-        class Section:
-            def __enter__(self) -> None:
-                events.append(f"begin {name}")
-
-            def __exit__(self, *_: object) -> None:
-                events.append(f"end {name}")
-
-        return Section()
-
-    def wait_stream(self, _: object) -> None:
-        self.events.append("wait")
-
-    def replay(self) -> None:
-        self.events.append("replay")
-
-
-def test_a_graph_is_captured_after_its_warm_up_on_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    from xscale.parallel.cuda_graph import CudaGraph
-
-    graphs = RecordedGraphs(monkeypatch)
-    results = iter("abcd")
-
-    def call() -> str:
-        graphs.events.append("call")
-        return next(results)
-
-    graph = CudaGraph(call)
-    assert graphs.events == [
-        "wait", "begin side stream", *["call"] * 3, "end side stream", "wait",
-        "begin capture", "call", "end capture",
-    ]  # fmt: skip
-    assert [graph.replay(), graph.replay()] == ["d", "d"]
-    assert graphs.events[-2:] == ["replay", "replay"]
-
-
 def test_a_step_may_be_computed_several_times() -> None:
     """Its warm-up and its capture write what it writes: the logits of the tokens behind it stay as they are."""
     model = model_of(MODELS["softmax"]).eval()

@@ -143,20 +143,43 @@ def outcome(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def checked(folder: Path, case: str, lives: Callable[[str, int | None], list[tuple[int, int]]]) -> None:
-    """Compare a run that was stopped in the work with one that was not."""
+Lives = Callable[[Path, str, int | None], list[tuple[int, int]]]
+"""Trains in a folder a run of that name until the signal; statuses and heartbeats of `life`, by rank."""
+Whole = Callable[[str, Lives], Path]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Return the folder of the run `whole`, which no signal stopped: trained once for all cases of its recipe.
+
+    It is called with the key of the lives, which begins with the name of the recipe, and with the lives.
+    """
+    folders: dict[str, Path] = {}
+
+    def folder_of(key: str, lives: Lives) -> Path:
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("whole")
+            assert {status for status, _ in lives(folder, "whole", None)} == {EXIT_DONE}
+            folders[key] = folder
+        return folders[key]
+
+    return folder_of
+
+
+def checked(folder: Path, case: str, lives: Lives) -> None:
+    """Compare a run that was stopped in the work with the one `whole` of that folder, which was not."""
     _, _, at, saved = CASES[case]
-    assert {status for status, _ in lives("whole", None)} == {EXIT_DONE}
-    for status, late in lives("cut", at):
+    cut = f"cut-{case.replace(' ', '-')}"
+    for status, late in lives(folder, cut, at):
         assert (status, late <= AFTER_SIGNAL) == (EXIT_REQUEUE, True), (status, late)
-    checkpoints = sorted(path.name for path in (folder / "cut" / "checkpoints").glob("step-*"))
+    checkpoints = sorted(path.name for path in (folder / cut / "checkpoints").glob("step-*"))
     assert checkpoints[-1] == f"step-{saved:08d}"
-    assert {status for status, _ in lives("cut", None)} == {EXIT_DONE}, "a run that was stopped is not finished"
-    assert outcome(folder, "cut") == outcome(folder, "whole")
-    ours, theirs = (load_tensors(folder / name / "checkpoints" / f"step-{STEPS:08d}") for name in ("cut", "whole"))
+    assert {status for status, _ in lives(folder, cut, None)} == {EXIT_DONE}, "a run that was stopped is not finished"
+    assert outcome(folder, cut) == outcome(folder, "whole")
+    ours, theirs = (load_tensors(folder / name / "checkpoints" / f"step-{STEPS:08d}") for name in (cut, "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert {status for status, _ in lives("cut", None)} == {EXIT_DONE}
-    assert len(rows(folder, "cut")) == len(rows(folder, "whole")), "a finished run does nothing"
+    assert {status for status, _ in lives(folder, cut, None)} == {EXIT_DONE}
+    assert len(rows(folder, cut)) == len(rows(folder, "whole")), "a finished run does nothing"
 
 
 def test_every_kind_of_work_has_a_case() -> None:
@@ -172,21 +195,24 @@ QUICK = ("evaluation",)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.long) for case in CASES]
 )
-def test_on_one_process(tmp_path: Path, case: str) -> None:
-    checked(tmp_path, case, lambda name, at: [life(tmp_path, name, case, at)])
+def test_on_one_process(whole: Whole, case: str) -> None:
+    def lives(folder: Path, name: str, at: int | None) -> list[tuple[int, int]]:
+        return [life(folder, name, case, at)]
+
+    checked(whole(f"{CASES[case][0].__name__} on one", lives), case, lives)
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case == "task" else pytest.mark.long) for case in CASES]
 )
-def test_on_two_ranks(tmp_path: Path, case: str, pool: Pool) -> None:
-    def lives(name: str, at: int | None) -> list[tuple[int, int]]:
+def test_on_two_ranks(whole: Whole, case: str, pool: Pool) -> None:
+    def lives(folder: Path, name: str, at: int | None) -> list[tuple[int, int]]:
         # Two ranks share the batches of an evaluation.
         halved = at if at is None or CASES[case][1] != "evaluate" else 2 if at == 2 else 14
-        results: list[tuple[int, int]] = pool.run(life, 2, tmp_path, name, case, halved)
+        results: list[tuple[int, int]] = pool.run(life, 2, folder, name, case, halved)
         return results
 
-    checked(tmp_path, case, lives)
+    checked(whole(f"{CASES[case][0].__name__} on two", lives), case, lives)
 
 
 def signalled(folder: Path, name: str, how: str, **sections: Any) -> int:
@@ -226,27 +252,28 @@ MOMENTS = {"before the first step": 0, "in the last step": 1, "in the baseline":
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", MOMENTS)
-def test_other_moments(tmp_path: Path, how: str) -> None:
-    assert signalled(tmp_path, "whole", "") == EXIT_DONE
-    assert signalled(tmp_path, "cut", how) == EXIT_REQUEUE
-    assert len(list((tmp_path / "cut" / "checkpoints").glob("step-*"))) == MOMENTS[how]
-    assert is_interrupted(tmp_path / "cut") == (how != "before the first step")
-    assert signalled(tmp_path, "cut", "") == EXIT_DONE
-    assert not is_interrupted(tmp_path / "cut")
-    assert rows(tmp_path, "cut") == rows(tmp_path, "whole")
-    assert len(sentences(tmp_path, "cut", "order-2")) == len(sentences(tmp_path, "whole", "order-2"))
+def test_other_moments(whole: Whole, how: str) -> None:
+    folder = whole("with a baseline", lambda folder, name, at: [(signalled(folder, name, ""), 0)])
+    cut = f"cut-{how.replace(' ', '-')}"
+    assert signalled(folder, cut, how) == EXIT_REQUEUE
+    assert len(list((folder / cut / "checkpoints").glob("step-*"))) == MOMENTS[how]
+    assert is_interrupted(folder / cut) == (how != "before the first step")
+    assert signalled(folder, cut, "") == EXIT_DONE
+    assert not is_interrupted(folder / cut)
+    assert rows(folder, cut) == rows(folder, "whole")
+    assert len(sentences(folder, cut, "order-2")) == len(sentences(folder, "whole", "order-2"))
 
 
 @pytest.mark.long
-def test_work_that_is_cut_short_twice(tmp_path: Path) -> None:
+def test_work_that_is_cut_short_twice(whole: Whole) -> None:
     """The second life has the signal in the evaluation that it repeats, before any step of its own."""
-    assert life(tmp_path, "whole", "evaluation", None)[0] == EXIT_DONE
-    assert [life(tmp_path, "cut", "evaluation", at)[0] for at in (2, 3, None)] == [
+    folder = whole("everything on one", lambda folder, name, at: [life(folder, name, "evaluation", at)])
+    assert [life(folder, "cut-twice", "evaluation", at)[0] for at in (2, 3, None)] == [
         EXIT_REQUEUE,
         EXIT_REQUEUE,
         EXIT_DONE,
     ]
-    assert outcome(tmp_path, "cut") == outcome(tmp_path, "whole")
+    assert outcome(folder, "cut-twice") == outcome(folder, "whole")
 
 
 @pytest.mark.long

@@ -1,9 +1,9 @@
 """Quality against blocks of the rows with exits, halting and gates on labels and pairs: a table for the documentation.
 
-`python -m xscale.bench.early_exit` trains each row and prints the table; `--write` writes it into
-docs/how-to/early-exit.md. The models are a width of 64, so
-that it takes minutes on one core. The words to tag are those of Python's standard
-library: a word is a keyword, a name, a number, a string, a comment or an operator, as its `tokenize` says.
+`python -m xscale.bench.early_exit` trains each row, or those that are named, and prints the table; `--write` writes it
+into docs/how-to/early-exit.md. The models are a width of 64, so that it takes minutes on one core. The words to tag are
+those of Python's standard library: a word is a keyword, a name, a number, a string, a comment or an operator, as its
+`tokenize` says. For pairs the kinds of a line's words are its translation.
 """
 
 import io
@@ -45,6 +45,9 @@ class MeasuredRow:
     curve: str = "exits"
     """Cost that is varied: exits, budgets, or nothing with halting, where it is learned."""
     stacks: tuple[str, ...] = ("stack",)
+    steps: int = STEPS
+    tagged: str | None = None
+    """Kind of source that reads the tagged words: labelled or pairs; None: the row has its own data."""
 
     def sections(self, folder: Path, steps: int) -> dict[str, Any]:
         """Return the recipe as data: what lies in `folder` is its own."""
@@ -63,27 +66,27 @@ CLASSES: dict[str, Any] = {
 }
 LABELLED = ("data/stdlib_labelled", "objective/classify")
 ROWS = (
-    MeasuredRow("deebert", "packages of functions", LABELLED, changes=CLASSES),
+    MeasuredRow("deebert", "packages of functions", LABELLED, changes=CLASSES, steps=1000),
     MeasuredRow("pabee", "packages of functions", LABELLED, changes=CLASSES),
     MeasuredRow("sun-2021-ensemble-exit", "packages of functions", LABELLED, changes=CLASSES),
-    MeasuredRow("li-2021-token-early-exit", "kinds of words", ("objective/tag",)),
+    MeasuredRow(
+        "li-2021-token-early-exit",
+        "kinds of words",
+        ("objective/tag",),
+        changes={"objective": {"kind": "tag", "classes": len(TAGS)}},
+        tagged="labelled",
+    ),
     MeasuredRow(
         "act", "packages of functions", LABELLED, ("objective.pool=last",), CLASSES, curve="halting"
     ),
     MeasuredRow(
         "cct",
-        "summaries of functions",
-        ("data/stdlib_pairs", "objective/seq2seq"),
-        changes={
-            "data": {
-                "sequence_length": 48,
-                "max_target_length": 24,
-                "cross_documents": False,
-                "tokenizer": {"vocabulary": 1024},
-            }
-        },
+        "kinds of words, as pairs",
+        ("objective/seq2seq",),
         curve="budgets",
         stacks=("encoder", "decoder"),
+        steps=2500,
+        tagged="pairs",
     ),
 )
 
@@ -93,21 +96,21 @@ def recipe_of(row: MeasuredRow, folder: Path, steps: int) -> Any:
     import xscale
 
     sections = row.sections(folder, steps)
-    if row.recipe.startswith("li-"):
-        sections |= {
-            "objective": {"kind": "tag", "classes": len(TAGS)},
-            "data": {
-                "source": {
-                    "kind": "labelled",
-                    "paths": [str(write_tags(folder / "tags.jsonl"))],
-                    "labels": "tags",
-                    "classes": list(TAGS),
-                },
-                "sequence_length": 48,
-                "cross_documents": False,
-                "validation": 0.1,
-                "tokenizer": {"vocabulary": 1024},
-            },
+    if row.tagged is not None:
+        source: dict[str, Any] = {
+            "kind": row.tagged,
+            "paths": [str(write_tags(folder / "tags.jsonl"))],
+        }
+        lengths = {"max_target_length": 32} if row.tagged == "pairs" else {}
+        if row.tagged == "labelled":
+            source |= {"labels": "tags", "classes": list(TAGS)}
+        sections["data"] = {
+            "source": source,
+            "sequence_length": 48,
+            **lengths,
+            "cross_documents": False,
+            "validation": 0.1,
+            "tokenizer": {"vocabulary": 1024},
         }
     sections["data"] = {**sections["data"], "folder": str(folder / "data" / row.recipe)}
     return xscale.load_recipe(sections, overrides=list(row.overrides))
@@ -136,12 +139,13 @@ def tagged_lines(source: str) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def write_tags(file: Path, modules: int = 40) -> Path:
-    """Write the tagged lines of some modules of the standard library as JSON lines."""
+    """Write the tagged lines of some modules of the standard library as JSON lines, each as words and as a pair."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w", encoding="utf-8") as out:
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-m]*.py"))[:modules]:
             for words, tags in tagged_lines(path.read_text(encoding="utf-8")):
-                print(json.dumps({"text": words, "label": tags}), file=out)
+                pair = {"source": " ".join(words), "target": " ".join(tags)}
+                print(json.dumps({"text": words, "label": tags, **pair}), file=out)
     return file
 
 
@@ -214,14 +218,31 @@ def table(rows: Mapping[MeasuredRow, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def write(text: str, page: Path = PAGE) -> None:
-    """Put the table between its marks in the page."""
-    before, after = page.read_text(encoding="utf-8").split(FIRST)
-    page.write_text(f"{before}{FIRST}\n{text}\n{LAST}{after.split(LAST)[1]}", encoding="utf-8")
+    """Put the table between its marks in the page; it keeps the lines of rows that are not in the table."""
+    before, old = page.read_text(encoding="utf-8").split(FIRST)
+    old, after = old.split(LAST)
+    merged = {**lines_of_rows(old), **lines_of_rows(text)}
+    names = [row.recipe for row in ROWS if row.recipe in merged]
+    lines = [*text.splitlines()[:2], *[line for name in names for line in merged[name]]]
+    page.write_text("\n".join([before + FIRST, *lines, LAST + after]), encoding="utf-8")
+
+
+def lines_of_rows(text: str) -> dict[str, list[str]]:
+    """Return the lines of a table by the row that they belong to."""
+    rows: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            rows[line.split("`")[1]] = []
+        if rows and line.startswith("|"):
+            rows[list(rows)[-1]].append(line)
+    return rows
 
 
 if __name__ == "__main__":
+    names = [word for word in sys.argv[1:] if word != "--write"]
+    rows = [row for row in ROWS if not names or row.recipe in names]
     with tempfile.TemporaryDirectory() as temporary:
-        measured = table({row: points_of(row, Path(temporary)) for row in ROWS})
+        measured = table({row: points_of(row, Path(temporary), row.steps) for row in rows})
     print(measured)
-    if sys.argv[1:] == ["--write"]:
+    if "--write" in sys.argv[1:]:
         write(measured)

@@ -21,6 +21,7 @@ from xscale.cli.options import (
 from xscale.commands.show.recipes import recipe_names
 from xscale.core.errors import ConfigError
 from xscale.core.paths import path
+from xscale.core.say import say
 
 data_app = typer.Typer(
     cls=Group, help="Train tokenizers; prepare and inspect tokenised data.", no_args_is_help=True
@@ -60,11 +61,11 @@ def data_prepare(config: ConfigFile, overrides: Overrides = None) -> None:
         return
     for split in (prepared.train, prepared.validation):
         if split is not None:
-            print(
+            say(
                 f"{split.name}: {split.documents} documents, {len(split.tokens)} tokens in {split.indexed.bin}"
             )
     if prepared.manifest is not None and (sentence := unknown_sentence(prepared.manifest)):
-        print(sentence)
+        say(sentence)
 
 
 @data_app.command("inspect", cls=CommandWithSettings)
@@ -76,7 +77,7 @@ def data_inspect(
     """Show documents, their lengths and decoded samples of prepared data."""
     from xscale.data.corpus.inspect import inspect
 
-    print(inspect(data_config(config, overrides), documents))
+    say(inspect(data_config(config, overrides), documents))
 
 
 @data_app.command("verify")
@@ -95,7 +96,7 @@ def data_verify(
     from xscale.data.corpus.verify import verify
 
     for line in verify(data):
-        print(line)
+        say(line)
 
 
 @data_app.command("stats", cls=CommandWithSettings)
@@ -136,7 +137,7 @@ def data_stats(
         if is_prepared
         else stats_of_recipe(read_config(config, overrides)[0])
     )
-    print(to_json(statistics) if json else "\n".join(to_text(statistics)))
+    say(to_json(statistics) if json else "\n".join(to_text(statistics)))
 
 
 @data_app.command(

@@ -17,6 +17,7 @@ from xscale.cli.options import (
     checkpoint_to_read,
 )
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.say import say, say_aside
 
 TopP = Annotated[
     float | None,
@@ -109,10 +110,11 @@ def generate(
     prompt = text if text is not None else "import " if prompt is None else prompt
     sampling = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p, "--seed": seed}
     sampling["--repetition-penalty"] = repetition_penalty
-    _check_search(
-        beams, sampling, {"--length-penalty": length_penalty, "--penalty-form": penalty_form}
-    )
-    print(
+    search = {"--length-penalty": length_penalty, "--penalty-form": penalty_form}
+    _check_search(beams, sampling, search)
+    # What a model of anyone wrote may steer a terminal; a file or a program gets it as it is.
+    write = say if sys.stdout.isatty() else print
+    write(
         generate_text(
             checkpoint_to_read(run, step, strict),
             sys.stdin.read() if prompt == "-" else prompt,
@@ -131,7 +133,7 @@ def generate(
             top_p=top_p,
             repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
             plugins=plugins,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=say_aside,
         )
     )
 

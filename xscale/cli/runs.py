@@ -8,6 +8,7 @@ import typer
 from xscale.cli.complete import complete_run
 from xscale.cli.options import ComparisonFile, Json, LadderFile, Overrides
 from xscale.core.paths import path, path_or_pattern
+from xscale.core.say import say
 
 
 def compare(
@@ -79,6 +80,7 @@ def report(
     folders = find_runs(runs)
     path = output or (folders[0] / REPORT_FILE if len(folders) == 1 else Path("comparison.html"))
     with reporting_full_disk(path, "Free space, or give another file with --output."):
-        print(
+        built = (
             build_report(folders[0], path) if len(folders) == 1 else build_comparison(folders, path)
         )
+    say(str(built))

@@ -81,6 +81,9 @@ def _imported(module: str) -> str:
             "its name is no name of a module",
             "Rename it with letters, digits and underscores.",
         )
+    packages = _packages(file)
+    if packages:
+        return _of_package(file, packages)
     if file.stem in sys.modules:
         what = (
             f"a module '{file.stem}' is part of Python or of a package, and would be read instead"
@@ -91,3 +94,26 @@ def _imported(module: str) -> str:
     if problems := import_plugins([file.stem]):
         raise ConfigError(problems)
     return file.stem
+
+
+def _packages(file: Path) -> list[Path]:
+    """Return the folders of the packages that a file is in, the innermost first."""
+    packages = []
+    for folder in file.absolute().parents:
+        if not (folder / "__init__.py").is_file():
+            break
+        packages.append(folder)
+    return packages
+
+
+def _of_package(file: Path, packages: list[Path]) -> str:
+    """Import a file of a package under its full name: the package may have registered its parts already."""
+    module = ".".join([*(folder.name for folder in reversed(packages)), file.stem])
+    sys.path.insert(0, str(packages[-1].parent))
+    if problems := import_plugins([module]):
+        raise ConfigError(problems)
+    imported = sys.modules[module].__file__
+    if imported is None or not file.samefile(imported):
+        what = f"Python reads '{module}' from another place, {imported}"
+        raise ConfigError(str(file), what, f"Start the command from {packages[-1].parent}.")
+    return module

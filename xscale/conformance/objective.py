@@ -220,7 +220,7 @@ def draws_depend_on_the_sample_alone(entry: Entry[Any]) -> None:
 
 
 @check("objective")
-def text_documentsare_told_to_the_model(entry: Entry[Any]) -> None:
+def text_documents_are_told_to_the_model(entry: Entry[Any]) -> None:
     objective = built(entry)
     if entry.traits.samples != "packed":
         return

@@ -115,7 +115,7 @@ def broken_promises(modules: Iterable[str]) -> list[Problem]:
 
 
 def _typed_module(name: str) -> str:
-    """What `xscale check-part` takes for a module: its name if it is installed, else its file."""
+    """Return what `xscale check-part` takes for a module: its name if it is installed, else its file."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None or "." in name or "site-packages" in file:
         return name

@@ -57,10 +57,11 @@ def _workers(work: Callable[..., Any], count: int) -> Iterator[dict[Connection, 
         for _ in range(count):
             parent_end, child_end = context.Pipe()
             process = context.Process(target=_serve, args=(child_end, work), daemon=True)
-            with _without_main_module():
-                process.start()
-            child_end.close()
-            workers[parent_end] = process
+            with _without_interrupts():
+                with _without_main_module():
+                    process.start()
+                child_end.close()
+                workers[parent_end] = process
         yield workers
         for connection in workers:
             connection.close()
@@ -71,6 +72,16 @@ def _workers(work: Callable[..., Any], count: int) -> Iterator[dict[Connection, 
             connection.close()
             process.terminate()
             process.join()
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Let a Ctrl-C wait, and in a process that is started meanwhile too: it would end its imports in a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -127,6 +138,7 @@ def _ready(workers: dict[Connection, Any]) -> list[Connection]:
 def _serve(connection: Connection, work: Callable[..., Any]) -> None:
     # Ctrl-C reaches the whole process group; only the parent reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     while True:
         try:
             job = connection.recv()

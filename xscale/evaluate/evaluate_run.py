@@ -1,6 +1,5 @@
 """Evaluate a run on its validation documents or on other text, with nothing but the run folder."""
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.say import say_aside
 from xscale.core.yaml_reader import parse
 from xscale.data.config import DataConfig
 from xscale.data.corpus.manifest import MANIFEST
@@ -171,7 +171,7 @@ def _evaluate(
             raise no_validation(folder)
         if loaded.mesh.rank_info.is_rank0:
             for note in capacity_notes(loaded.model):
-                print(note, file=sys.stderr)
+                say_aside(note)
         numbers = asdict(data.evaluate(loaded.model, sequences))
         metrics = numbers.pop("metrics")
         # Perplexity and bits per byte of labels are no numbers.

@@ -113,6 +113,8 @@ class StaticDecoder:
         self.cache = static_cache(model, max(capacity, 2))
         self._run: Callable[[], Any] | None = None
         self._begins = True
+        self.captures = any(parameter.is_cuda for parameter in model.parameters())
+        """Whether steps are a CUDA graph."""
         self.ids = self.positions = torch.empty(0)
 
     def begin(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -168,7 +170,7 @@ class StaticDecoder:
         compute = self._compute
         if self.compiled:
             compute = torch.compile(compute, dynamic=False, fullgraph=True)
-        return CudaGraph(compute).replay if self.ids.is_cuda else compute
+        return CudaGraph(compute).replay if self.captures else compute
 
     def _compute(self) -> Tensor:
         # The compiler traces no default factory of a dataclass that is a class of ours.

@@ -104,7 +104,8 @@ class Consensus:
             yield
         except RuntimeError as error:
             what = f"lost contact with another rank while this was being {self.doing}; that rank has ended or hangs"
-            raise RankError(f"{path}: {what} (seen by rank {self.rank}: {error})") from error
+            seen = str(error).partition(". ")[0]
+            raise RankError(f"{path}: {what} (seen by rank {self.rank}: {seen})") from error
 
     def _source(self) -> int:
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)

@@ -47,13 +47,15 @@ def open_store(rank_info: RankInfo, timeout: timedelta) -> Store:
     """Open the store at MASTER_ADDR and MASTER_PORT; rank 0 holds it, unless torchrun does.
 
     A rank that waits for rank 0 says so: one of each node, and all of rank 0's own node, where the first is missing.
-    FaultError when rank 0 does not start.
+    FaultError when rank 0 does not start, ConfigError when its machine's name is not known.
     """
     rank, world = rank_info.rank, rank_info.world
     is_on_node_of_rank_0 = rank == rank_info.local_rank
     says = rank > 0 and (rank_info.local_rank == 0 or is_on_node_of_rank_0)
     waits_for = f"for rank 0 of {world}, which has the store at {meeting_place()}"
     text = f"rank {rank} has waited {SAY_SECONDS:.0f} s {waits_for}. {why_ranks_are_missing(world)}"
+    if (address := rendezvous_to_serve()) is not None:
+        wait_for_name(*address, timeout.total_seconds(), says=says or rank == 0)
     try:
         with saying_after(SAY_SECONDS, text) if says else contextlib.nullcontext():
             return _connected_store(rank, world, timeout)
@@ -62,6 +64,30 @@ def open_store(rank_info: RankInfo, timeout: timedelta) -> Store:
             raise
         waited = f"rank {rank} waited {timeout.total_seconds():.0f} s {waits_for}"
         raise FaultError(f"{waited}. {why_ranks_are_missing(world)}") from None
+
+
+def wait_for_name(name: str, port: int, seconds: float, *, says: bool) -> None:
+    """Wait until the name in MASTER_ADDR has an address: of a machine that starts, name services may not know it yet.
+
+    ConfigError when it has none after `seconds`. With `says` a rank that waits long says so in a line.
+    """
+    begin, pause = time.monotonic(), POLL_SECONDS
+    text = f"no machine is known by the name {name!r} in MASTER_ADDR, where rank 0 should be; waiting for it"
+    with saying_after(SAY_SECONDS, text) if says else contextlib.nullcontext():
+        while True:
+            try:
+                socket.getaddrinfo(name, port)
+                return
+            except (OSError, UnicodeError) as error:
+                if time.monotonic() - begin > seconds:
+                    why = getattr(error, "strerror", None) or "it is no name"
+                    what = f"no machine is known by the name {name!r} after {seconds:.0f} s ({why})"
+                    fix = (
+                        "Set it to the name or address of rank 0's machine, the same on every rank."
+                    )
+                    raise ConfigError("MASTER_ADDR", what, fix) from None
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_SECONDS)
 
 
 def _connected_store(rank: int, world: int, timeout: timedelta) -> Store:

@@ -74,6 +74,8 @@ class Module(nn.Module):
     reads_token_counts = False
     """Whether its state follows from the counts of the token ids in the training data, which a run gives to
     `set_token_counts` before its first step."""
+    reads_progress = False
+    """Whether its forward reads `Forward.progress`, the fraction of the run's steps that are done."""
     beside_stages = False
     """Whether it stands beside embeddings, stacks and head of a model, on the pipeline stages that use it."""
     read_by_rows = False
@@ -270,3 +272,8 @@ def parameter_inits(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Init]
     }
     for name, parameter in model.named_parameters():
         yield name, parameter, inits[name]
+
+
+def draws_dropout(model: nn.Module) -> bool:
+    """Return whether a module of the model has a dropout above 0."""
+    return any(bool(getattr(module, "dropout", False)) for module in model.modules())

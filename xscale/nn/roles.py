@@ -75,6 +75,9 @@ class Role(Enum):
     CONVOLUTION = "(u, tokens) -> a convolution as long as the sequence, by a state space model"
     NEIGHBOURS = "(x, tokens) -> x with the `left` tokens before it and the `right` ones after it"
     FULL_SEQUENCE = "(x, tokens) -> x of the full sequence [B, T, D], and the places [P] of this rank's tokens in it"
+    CHANGED_SEQUENCE = (
+        "(x, tokens, change) -> change(x, tokens) of the full sequence, which is then sharded anew"
+    )
     FIRST_TOKEN = "(x, tokens) -> the state [B, D] of the text's first token"
     SUM_OVER_TOKENS = (
         "(sums over this rank's tokens) -> their sum over the sequence, "

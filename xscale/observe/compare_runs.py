@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from xscale.core.compose import leaves
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, counted
 from xscale.core.files.atomic_write import write_atomically
 from xscale.core.yaml_writer import flow_text
-from xscale.observe.format import duration, printable, quantity
+from xscale.observe.format import duration, page_bytes, printable, quantity
 from xscale.observe.record import RECORD_NAME, History, Record, load_history, read_record, value_at
 from xscale.observe.report.chart import Curve, SeedRange, chart, smooth
 from xscale.observe.report.sections import STYLES, by_axis, last, median, section
@@ -145,7 +145,7 @@ def build_comparison(folders: Sequence[Path], path: Path) -> Path:
     Errors: ConfigError where a run's record cannot be read; OSError.
     """
     runs = [ComparedRun(folder, read_record(folder), load_history(folder)) for folder in folders]
-    write_atomically(path, page(runs).encode(errors="replace"))
+    write_atomically(path, page_bytes(page(runs)))
     return path
 
 
@@ -162,8 +162,8 @@ def page(runs: Sequence[ComparedRun]) -> str:
         else " A curve is the mean of the runs that differ in the seed alone; its band is their range."
     )
     parts = [
-        f'<header><h1>{title}</h1><p class="lead">{len(groups)} configs, up to {seeds} seed(s) of each.{note}</p>'
-        "</header>",
+        f'<header><h1>{title}</h1><p class="lead">{len(groups)} configs, '
+        f"up to {counted(seeds, 'seed')} of each.{note}</p></header>",
         section("Best runs", _ranking(runs, groups, measure)),
         section("Learning", _curves(groups)),
         section("What differs in the configs", _differences(groups, keys)),

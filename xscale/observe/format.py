@@ -62,6 +62,15 @@ def printable(text: str) -> str:
     return "".join(character if character in "\n\t" else _visible(character) for character in text)
 
 
+def page_bytes(page: str) -> bytes:
+    """Encode an HTML page, with the control characters of what it quotes replaced as by `printable`.
+
+    UTF-8 cannot encode half a surrogate pair, which a model can generate.
+    """
+    lines = (line if line.isprintable() else printable(line) for line in page.split("\n"))
+    return "\n".join(lines).encode(errors="replace")
+
+
 def _visible(character: str) -> str:
     if unicodedata.category(character) not in ("Cc", "Cs", "Cf"):
         return character

@@ -11,7 +11,7 @@ from xscale.core.files.run_files import kind_of
 from xscale.observe import record
 from xscale.observe.backlog import Backlog
 from xscale.observe.events import EndReport, RunFacts, SampleReport, StepReport
-from xscale.observe.format import printable
+from xscale.observe.format import page_bytes, printable
 from xscale.observe.observer import Observer
 from xscale.observe.record import Record
 from xscale.observe.report import evaluation_sections, sections
@@ -99,10 +99,8 @@ def build_report(folder: Path, path: Path | None = None) -> Path:
     Errors: ConfigError where `folder` contains no record of a run; OSError.
     """
     path = path or folder / REPORT_FILE
-    # UTF-8 cannot encode half a surrogate pair, which a model can generate.
-    write_atomically(
-        path, page(record.read_record(folder), record.load_history(folder)).encode(errors="replace")
-    )
+    content = page(record.read_record(folder), record.load_history(folder))
+    write_atomically(path, page_bytes(content))
     return path
 
 

@@ -4,9 +4,9 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BufferedReader, TextIOWrapper
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import AppendFile, atomic_write
@@ -17,6 +17,8 @@ from xscale.observe.events import EndReport, EvalReport, RunFacts, StepReport, T
 from xscale.observe.observer import Observer, due
 
 METRICS_FILE = "metrics.jsonl"
+LINE_BYTES = 16 << 20
+"""Longest line that is read; a row of a thousand layers with their experts' loads has some megabytes."""
 TASKS = "tasks/"
 """Prefix of the results of tasks."""
 COLUMN_OF_WORK = {"evaluation": "eval_loss", "tasks": "tasks_seconds"}
@@ -143,9 +145,9 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
     A value that is neither a number, null nor a list of such is left out: nothing else belongs into a page of numbers.
     """
-    with _open_lines(path) as lines:
-        for line in lines:
-            if (item := _parse(line)) is not None:
+    with _open(path) as file:
+        for line, _ in _lines(file):
+            if (item := _parse(line.decode(errors="replace"))) is not None:
                 yield {key: value for key, value in item.items() if _is_numeric(key, value)}
 
 
@@ -162,8 +164,8 @@ def truncate(path: Path, cut: Cut) -> None:
         with open_run_file(path, "ab") as file:
             file.truncate(end)
         return
-    with BufferedReader(open_run_file(path)) as lines, atomic_write(path, "wb") as kept:
-        for line in lines:
+    with BufferedReader(open_run_file(path)) as file, atomic_write(path, "wb") as kept:
+        for line, _ in _lines(file):
             if _is_kept(line, cut):
                 # Not json.dumps(item): the kept lines must stay byte for byte.
                 kept.write(line if line.endswith(b"\n") else line + b"\n")
@@ -172,13 +174,13 @@ def truncate(path: Path, cut: Cut) -> None:
 def _end_of_prefix(path: Path, cut: Cut) -> int | None:
     """Where the lines that are kept end, if they are the first of the file and whole; else None."""
     end = at = 0
-    with BufferedReader(open_run_file(path)) as lines:
-        for line in lines:
+    with BufferedReader(open_run_file(path)) as file:
+        for line, size in _lines(file):
             if _is_kept(line, cut):
                 if end != at or not line.endswith(b"\n"):
                     return None
-                end += len(line)
-            at += len(line)
+                end += size
+            at += size
     return end
 
 
@@ -189,12 +191,20 @@ def _is_kept(line: bytes, cut: Cut) -> bool:
     return bool(item["step"] < cut.step) or not any(column in item for column in cut.repeated)
 
 
-def _open_lines(path: Path) -> TextIO:
-    """Open the lines of a metrics.jsonl. ConfigError where it cannot be read, or is no regular file."""
+def _lines(file: BufferedReader) -> Iterator[tuple[bytes, int]]:
+    """Yield each line with its size in bytes. One that no run wrote is empty: a file may be one line of gigabytes."""
+    while line := file.readline(LINE_BYTES):
+        size, last = len(line), line
+        while len(last) == LINE_BYTES and not last.endswith(b"\n"):
+            last, line = file.readline(LINE_BYTES), b""
+            size += len(last)
+        yield line, size
+
+
+def _open(path: Path) -> BufferedReader:
+    """Open a metrics.jsonl. ConfigError where it cannot be read, or is no regular file."""
     try:
-        return TextIOWrapper(
-            BufferedReader(open_run_file(path)), encoding="utf-8", errors="replace"
-        )
+        return BufferedReader(open_run_file(path))
     except OSError as error:
         fix = "Remove it, or copy the run again."
         raise ConfigError(str(path), f"cannot be read: {error.strerror}", fix) from None

@@ -121,6 +121,10 @@ class ParallelConfig(Config):
     compile: bool = False
     """Compile each block with torch.compile for training, and for evaluations on batches of training's shape. Batches
     of other shapes, generation and tasks run without: each shape would be compiled anew."""
+    cuda_graphs: bool = False
+    """Capture forward and backward of a micro-batch as a CUDA graph, whose kernels are launched at once: for small
+    models, which wait for the launches. One process, samples of one length without masked documents, no dropout, no
+    experts, no recomputation, no offload; with or without `compile`."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """`timeout_seconds` until the first step is done, and in evaluations and saves, which may compile or wait for
     disks. Ranks wait as long for one that does not start."""

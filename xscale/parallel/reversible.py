@@ -46,9 +46,13 @@ def check(model: nn.Module, config: ParallelConfig, path: str) -> list[Problem]:
         what = "reversible blocks save no gathered activations"
         key = f"{where}.regather_sequence_parallel_input"
         problems.append(Problem(key, what, choices=take(False) + keeps))
+    freed = "the inputs of reversible blocks are freed and written again, which"
     if config.compile:
-        what = "the inputs of reversible blocks are freed and written again, which torch.compile does not see"
+        what = f"{freed} torch.compile does not see"
         problems.append(Problem(f"{path}.compile", what, choices=take(False) + keeps))
+    if config.cuda_graphs:
+        what = f"{freed} a graph does not see"
+        problems.append(Problem(f"{path}.cuda_graphs", what, choices=take(False) + keeps))
     schedule = schedule_of(config.pipeline)
     if config.mesh.pp > 1 and schedule.splits_backward:
         able = [other.name for other in SCHEDULES.values() if not other.splits_backward]

@@ -6,7 +6,15 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.mesh.mesh import Mesh
 from xscale.nn.roles import Role
-from xscale.parallel import batch_statistics, context, deepep, expert, reversible, sentence_contrast
+from xscale.parallel import (
+    batch_statistics,
+    context,
+    cuda_graph,
+    deepep,
+    expert,
+    reversible,
+    sentence_contrast,
+)
 from xscale.parallel.compiled_blocks import blocks_of, compile_blocks
 from xscale.parallel.engine.deepspeed import check as deepspeed
 from xscale.parallel.pipeline import check as pipeline
@@ -244,13 +252,23 @@ class ActivationCheckpointingStep(_Step):
 class CompileStep(_Step):
     name = "compile"
 
+    def check(self, model: nn.Module | None, settings: StepSettings) -> list[Problem]:
+        if model is not None:
+            return cuda_graph.check_model(model, settings.parallel, "parallel")
+        ranks = 1 if settings.degrees is None else settings.degrees.world
+        return cuda_graph.check(settings.parallel, "parallel", ranks)
+
     def apply(
         self, model: nn.Module, settings: StepSettings, mesh: Mesh, fill: FillParameters
     ) -> tuple[nn.Module, str | None]:
-        if not settings.parallel.compile:
-            return model, None
-        compile_blocks(model)
-        return model, f"Applied torch.compile to {len(blocks_of(model))} blocks"
+        lines = []
+        if settings.parallel.compile:
+            compile_blocks(model)
+            lines.append(f"Applied torch.compile to {len(blocks_of(model))} blocks")
+        if settings.parallel.cuda_graphs:
+            cuda_graph.apply(model)
+            lines.append("Applied CUDA graphs to forward and backward of micro-batches")
+        return model, "; ".join(lines) or None
 
 
 class ZeroStep(_Step):

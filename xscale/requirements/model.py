@@ -43,4 +43,13 @@ def kernels_can_be_chosen(kernels: dict[str, str], parallel: ParallelConfig) -> 
     return problems
 
 
-REQUIREMENTS = (model_fits_itself, kernels_can_be_chosen)
+def graphs_read_whole_sequences(data: DataConfig, parallel: ParallelConfig) -> list[Problem]:
+    """A CUDA graph of a micro-batch has the same shapes for each."""
+    if not parallel.cuda_graphs or data.cross_documents:
+        return []
+    what = "packed documents are masked from each other, and another number of them at each micro-batch"
+    choices = take(False) + take(True, key="data.cross_documents")
+    return [Problem("parallel.cuda_graphs", what, choices=choices)]
+
+
+REQUIREMENTS = (model_fits_itself, kernels_can_be_chosen, graphs_read_whole_sequences)

@@ -11,6 +11,7 @@ from xscale.mesh.collectives import sum_scalars
 from xscale.objective.objective import Batch, Objective
 from xscale.parallel.engine.protocol import Engine
 from xscale.parallel.pipeline.executor import Pipeline
+from xscale.step.micro_batch_graphs import MicroBatchGraphs
 from xscale.step.phase_timer import PhaseTimer
 
 
@@ -44,6 +45,8 @@ class Stepper:
     device: torch.device
     repeats: int = 1
     """Ranks that find the same loss of the same samples: those of tp and pp."""
+    graphs: MicroBatchGraphs | None = None
+    """Forward and backward as CUDA graphs; None: they are computed kernel by kernel."""
     timer: PhaseTimer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +116,11 @@ class Stepper:
         nats = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(micro_batches):
             self.engine.begin_micro_batch(last=number == len(micro_batches) - 1)
+            if self.graphs is not None:
+                # The backward is in the same graph.
+                with self.timer.phase("forward"):
+                    nats += self.graphs.compute(batch, divisor)
+                continue
             with self.timer.phase("forward"):
                 loss = self.objective.loss(model, batch)
             with self.timer.phase("backward"):

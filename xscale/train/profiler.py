@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler import record_function as named_range
 
-from xscale.core.errors import FaultError
+from xscale.core.errors import FaultError, counted
 from xscale.core.files.atomic_write import write_atomically
 from xscale.core.files.file_safety import remove_file
 from xscale.core.files.run_files import make_run_folder
@@ -141,7 +141,7 @@ class StepProfiler:
             # Every rank has the same one.
             self._message(f"the profile is not complete: {error}. Training continues")
             return
-        where = f"profiled {steps} step(s); the traces of all ranks are in {self._folder}"
+        where = f"profiled {counted(steps, 'step')}; the traces of all ranks are in {self._folder}"
         if self._rank == 0:
             self._message(
                 operator_table(finished, steps, on_gpu=self._on_gpu) + self._ranks(profiles) + where

@@ -22,6 +22,7 @@ from xscale.mesh.collectives import barrier
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import leaving_process_group
+from xscale.nn.module import draws_dropout
 from xscale.observe import EndReport, Observer
 from xscale.observe.make_observers import make_observers
 from xscale.run.init_weights import load_initial_weights
@@ -51,7 +52,7 @@ from xscale.train.resume import Resumed, make_in_memory_checkpoint, resume
 from xscale.train.setup import check_machine, set_up
 from xscale.watchdog.crash_dumps import CrashDumps
 from xscale.watchdog.distributed_stop import StopRequested
-from xscale.watchdog.watchdog import StopSignal, Watchdog
+from xscale.watchdog.watchdog import LostRankError, StopSignal, Watchdog
 from xscale_kernels.attention_backends import attention_backends
 from xscale_kernels.select import UnusableError
 
@@ -79,7 +80,7 @@ def train(settings: Settings, samples: Any = None) -> int:
             raise ConfigError(
                 "kernels", str(error), "Choose a usable implementation, or none."
             ) from error
-        except (KeyboardInterrupt, RuntimeError):
+        except (KeyboardInterrupt, RuntimeError, LostRankError):
             # A rank that stops before the first step breaks the connections of ranks that wait for it.
             if stop.cause is None or stop.in_training:
                 raise
@@ -141,7 +142,7 @@ def _train(
         encode_prompts(settings, parts.corpus.tokenizer)
         require_tasks(settings.train.tasks, Consensus(parts.mesh.background))
         with (
-            attention_backends(parts.mesh.device),
+            attention_backends(parts.mesh.device, dropout=draws_dropout(parts.model)),
             RunLock(folder) as lock,
             make_saver(parts, folder) as saves,
         ):

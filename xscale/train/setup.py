@@ -13,6 +13,7 @@ from xscale.checkpoint.load import read_state, unpadded_vocabulary_of
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.corpus.prepare import missing_files
+from xscale.data.samples.loader import Loader
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.distill.distill import distil
 from xscale.distill.distill_check import check_teacher_on_disk
@@ -23,10 +24,11 @@ from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo, read_rank_info
 from xscale.mesh.mesh import Mesh, init_mesh
 from xscale.mesh.shared_folder import require_shared
+from xscale.nn.module import draws_dropout
 from xscale.objective.objective import OBJECTIVES, Objective, SpecialTokens
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer
 from xscale.optim.schedule import SCHEDULES
-from xscale.parallel import context, deepep
+from xscale.parallel import context, cuda_graph, deepep
 from xscale.parallel.ema import ExponentialMovingAverage
 from xscale.parallel.engine.fsdp import FsdpEngine, optimizer_weights
 from xscale.parallel.engine.protocol import Engine
@@ -48,7 +50,9 @@ from xscale.run.run_data import (
 )
 from xscale.run.run_folder import CHECKPOINTS
 from xscale.settings.settings import Settings, build_on_meta
+from xscale.step.micro_batch_graphs import MicroBatchGraphs
 from xscale.step.stepper import Stepper
+from xscale.watchdog.watchdog import naming_lost_ranks
 from xscale_kernels import attention_backends
 
 
@@ -77,6 +81,7 @@ def check_machine(settings: Settings, invalid: Collection[str] = ()) -> list[Pro
     return problems if "data" in invalid else problems + missing_files(data_of_run(settings)[0])
 
 
+@naming_lost_ranks()
 def set_up(
     settings: Settings, rank_info: RankInfo, *, resumes: bool = False, samples: Any = None
 ) -> RunParts:
@@ -102,7 +107,8 @@ def set_up(
     plan = _checked_plan(settings, model, specials, rank_info.world)
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
-    applied = padding_note(tokenizer) + attention_backends.sentences(device)
+    backends = attention_backends.sentences(device, dropout=draws_dropout(model))
+    applied = padding_note(tokenizer) + backends
     draw_weights = not resumes or not _has_checkpoint(settings, mesh)
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
     parameters = sharded_parameters(model)
@@ -112,7 +118,8 @@ def set_up(
     objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
     applied += lines
     engine = make_engine(settings, model, parameters, mesh)
-    held_out = corpus.validation
+    graphs = _graphs(settings, model, objective, engine, device)
+    repeats = degrees.tp * degrees.pp
     micro_batches = partial(
         make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding
     )
@@ -125,12 +132,10 @@ def set_up(
         parameters=parameters,
         applied=tuple(applied),
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
-        stepper=Stepper(engine, objective, device, repeats=degrees.tp * degrees.pp),
+        stepper=Stepper(engine, objective, device, repeats=repeats, graphs=graphs),
         training=micro_batches(corpus.train),
-        validation=None if held_out is None else micro_batches(held_out),
-        eval_sequences=0
-        if held_out is None
-        else evaluation_sequences(len(held_out.data), settings.train.eval_sequences),
+        validation=None if corpus.validation is None else micro_batches(corpus.validation),
+        eval_sequences=_evaluation_sequences(settings, corpus.validation),
         token_bytes=torch.from_numpy(tokenizer.byte_lengths()).to(device),
         model_size=counted,
         flops_per_sample=flops,
@@ -234,3 +239,20 @@ def make_engine(
         kernel_choices=settings.kernels,
         ema=None if decay is None else ExponentialMovingAverage(model, trained, decay),
     )
+
+
+def _evaluation_sequences(settings: Settings, validation: Loader | None) -> int:
+    """Sequences of an evaluation; 0 without a validation split."""
+    if validation is None:
+        return 0
+    return evaluation_sequences(len(validation.data), settings.train.eval_sequences)
+
+
+def _graphs(
+    settings: Settings, model: nn.Module, objective: Objective, engine: Engine, device: torch.device
+) -> MicroBatchGraphs | None:
+    """Return what captures micro-batches as CUDA graphs; None: the run has none."""
+    if not settings.parallel.cuda_graphs:
+        return None
+    cuda_graph.require_cuda(device)
+    return MicroBatchGraphs(model, objective.loss, engine.backward)

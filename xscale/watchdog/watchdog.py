@@ -167,6 +167,21 @@ class LostRankError(FaultError):
     """Another rank has failed or is gone."""
 
 
+@contextlib.contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Say in a sentence that another rank ended during the set-up, where no watchdog does so yet. LostRankError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_of_lost_rank(error):
+            raise
+        raise LostRankError(f"{error}. The message of that rank says why") from None
+
+
+def _is_of_lost_rank(error: Exception) -> bool:
+    return isinstance(error, RankError) or is_lost_rank(error)
+
+
 class Watchdog:
     """A context that watches this process; the thread that enters it must call `heartbeat` as it makes progress."""
 
@@ -249,7 +264,7 @@ class Watchdog:
             return
         step, phase, since = self._at
         seconds, frame = self._clock.now() - since, _innermost(trace)
-        lost = isinstance(error, RankError) or is_lost_rank(error)
+        lost = _is_of_lost_rank(error)
         text = f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
             self._dumps.write("lost" if lost else "failed", step, phase, seconds, frame, text)

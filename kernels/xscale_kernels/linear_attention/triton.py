@@ -8,10 +8,14 @@ carried from segment to segment, and then each segment's outputs are computed in
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from xscale_kernels.occupancy import programs_at_once
 from xscale_kernels.rows import wide
 
 LEAST_CHUNKS = 8
@@ -149,12 +153,36 @@ def _carry_kernel(
     tl.store(last + line * size + at, carry, mask=mask)
 
 
-def _segments(x: torch.Tensor, T: int, chunk: int, programs: int) -> int:
-    """Segments of a sequence: as many as fill the GPU, in each of which the launch has `programs` programs."""
-    if not x.is_cuda:
+def _segments(T: int, chunk: int, programs: int, resident: int) -> int:
+    """Segments of a sequence, in each of which the launch has `programs` programs, `resident` of which run at once."""
+    return max(1, min(resident // programs, T // (LEAST_CHUNKS * chunk)))
+
+
+@functools.lru_cache(maxsize=256)
+def _resident(
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    K: int,
+    M: int,
+    settings: tuple[tuple[str, Any], ...],
+) -> int:
+    """Programs of the kernel that computes the segments' outputs that are resident on the GPU at once.
+
+    By the registers that the compiler gave it: with gates, documents and a state it takes several times as many as
+    without, so that an SM holds one program or four. `dtypes` of the queries, the log decays and the documents.
+    """
+    if device.type != "cuda":
         return 1
-    wanted = 2 * torch.cuda.get_device_properties(x.device).multi_processor_count
-    return max(1, min(int(triton.cdiv(wanted, programs)), T // (LEAST_CHUNKS * chunk)))
+    options = dict(settings)
+    q, log_decay, documents = (torch.empty(16, device=device, dtype=dtype) for dtype in dtypes)
+    fades = torch.empty(16, device=device, dtype=wide(dtypes[0]))
+    length = LEAST_CHUNKS * options["BL"]
+    of_keys, of_values = (length * K, length * K, K, 1), (length * M, length * M, M, 1)
+    kernel = _chunk_kernel.warmup(
+        q, q, q, q, log_decay, documents, fades, fades, fades, *of_keys, *of_keys, *of_values, 16, length, K, M, length,
+        STATE=True, OUTPUTS=True, LAST=False, grid=(1,), **options,
+    )  # fmt: skip
+    return programs_at_once(kernel, options["num_warps"], device)
 
 
 def scan(
@@ -180,16 +208,8 @@ def scan(
         min(64, max(16, triton.next_power_of_2(M))),
     )
     tiles = triton.cdiv(M, BM)
-    segments = segments or _segments(q, T, BL, B * H * tiles)
-    length = triton.cdiv(triton.cdiv(T, segments), BL) * BL
-    segments = triton.cdiv(T, length)
-    fades = last.new_empty(B * H, segments)
-    states = last.new_empty(B * H, segments, K, M) if segments > 1 else last
     acc = tl.float64 if compute is torch.float64 else tl.float32
     first = None if state is None else state.contiguous()
-    arguments = (
-        *q.stride(), *k.stride(), *v.stride(), H, T, K, M, length,
-    )  # fmt: skip
     tensors = (
         q if log_decay is None else log_decay.contiguous(),
         q if documents is None else documents.contiguous(),
@@ -201,6 +221,17 @@ def scan(
         # With four warps a state of 128 x 64, its decay and its chunk do not fit in registers.
         "num_warps": 8 if BK * BM > 64 * 64 else 4,
     }  # fmt: skip
+    dtypes = (q.dtype, tensors[0].dtype, tensors[1].dtype)
+    if segments is None:
+        resident = _resident(q.device, dtypes, K, M, tuple(settings.items()))
+        segments = _segments(T, BL, B * H * tiles, resident)
+    length = triton.cdiv(triton.cdiv(T, segments), BL) * BL
+    segments = int(triton.cdiv(T, length))
+    fades = last.new_empty(B * H, segments)
+    states = last.new_empty(B * H, segments, K, M) if segments > 1 else last
+    arguments = (
+        *q.stride(), *k.stride(), *v.stride(), H, T, K, M, length,
+    )  # fmt: skip
     grid = (B * H, tiles, segments)
     if segments == 1:
         initial = last if first is None else first

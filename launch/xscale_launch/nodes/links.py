@@ -109,4 +109,5 @@ def summary(pairs: LinkSpeeds) -> str:
     """Summarise the links in one line."""
     (first, second), slowest = min(pairs.items(), key=lambda item: item[1])
     median = statistics.median(pairs.values())
-    return f"{len(pairs)} link(s) between nodes: median {median:.2f} GB/s, slowest {slowest:.2f} ({first} - {second})"
+    count = "1 link" if len(pairs) == 1 else f"{len(pairs)} links"
+    return f"{count} between nodes: median {median:.2f} GB/s, slowest {slowest:.2f} ({first} - {second})"

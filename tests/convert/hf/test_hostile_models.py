@@ -160,6 +160,13 @@ CONFIGS: dict[str, tuple[Change, str]] = {
         written("model.safetensors.index.json", b'{"weight_map": {"a": "../x"}}'),
         "leaves its",
     ),
+    "an index of many thousand files": (
+        written(
+            "model.safetensors.index.json",
+            json.dumps({"weight_map": {str(n): f"{n}.x" for n in range(20_000)}}).encode(),
+        ),
+        "it names 20000 files",
+    ),
     "an index that is a list": (written("model.safetensors.index.json", b"[]"), "the file is not an index of tensors"),
     "a pickle that runs": (pickled({"a": Runs()}), "it names posix.system, which no file of tensors does"),
     "a pickle of a class": (pickled({"a": pickle.PickleBuffer}), "it names pickle.PickleBuffer, which no file"),

@@ -47,10 +47,11 @@ def test_shards_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("{", r"a\.jsonl:17: the line .* is not JSON"),
+        ("{", r"a\.jsonl:17: the line .* is not JSON.* data\.source\.bad=skip leaves out and counts"),
         ("[1]", "is not an object"),
         ('{"txet": "x"}', r"has no field 'text'. Did you mean 'txet'\? Set data.source.field"),
         ('{"text": 1}', "the field 'text' must be a string, got int"),
+        ('{"text": null}', r"must be a string, got null\. Set data\.source\.field\. data\.source\.bad=skip"),
         ('{"text": "a\\u0000"}', "NUL or half a surrogate"),
         ('{"text": "a\\ud800"}', "NUL or half a surrogate"),
     ],
@@ -58,6 +59,15 @@ def test_shards_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_line_at_fault_is_named_by_its_byte(tmp_path: Path, line: str, what: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line + "\n")
     with pytest.raises(ConfigError, match=what):
+        list(source(tmp_path).documents())
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"text": "a"}]', '[\n {"text": "a"},\n {"text": "b"}\n]\n', '[\n{"text": "a"}]', ' [{"text": "a"},\n']
+)
+def test_an_array_in_the_place_of_lines_is_called_one(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=r"array.*Write an object a line: jq -c '\.\[\]' \S+a\.jsonl$"):
         list(source(tmp_path).documents())
 
 

@@ -36,8 +36,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if not INTERPRETED and Path(__file__).parent in item.path.parents:
+    # There are thousands of other items, for which paths as text are compared sooner.
+    folder = f"{Path(__file__).parent}{os.sep}"
+    for item in [] if INTERPRETED else items:
+        if str(item.path).startswith(folder):
             item.add_marker(pytest.mark.gpu)
 
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conformance.made import close, dims, drawn, ready
 from xscale.core.config import decode
 from xscale.measure.flops import training_flops
-from xscale.nn.depth.sequence_pooling import Distilling, TokenWindows
+from xscale.nn.depth.token_windows import Distilling, TokenWindows
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.model.encoder import Encoder
 from xscale.nn.model.encoder_decoder import EncoderDecoder

@@ -8,9 +8,11 @@ import pytest
 
 from xscale.core.config import decode
 from xscale.nn.blocks import block, stack
+from xscale.nn.depth import PASSES
+from xscale.nn.depth.depth_pass import DepthPass
 from xscale.nn.model.decoder import Decoder
 from xscale.nn.residual import sublayer
-from xscale.nn.residual.checks import READERS
+from xscale.nn.residual.checks import hidden_state_readers
 from xscale.nn.residual.residual_stream import RESIDUALS
 
 LONGEST = 30
@@ -40,6 +42,7 @@ def test_the_forward_fits_on_a_screen(name: str) -> None:
     assert forward.end_lineno - forward.lineno + 1 <= LONGEST
 
 
+READERS = hidden_state_readers(PASSES)
 WITH: dict[str, dict[str, Any]] = {
     "block.position": {"block": {"position": "learned"}},
     "block.gates": {"block": {"gates": {}}},
@@ -65,3 +68,10 @@ def test_what_reads_hidden_states_between_blocks_is_refused(key: str, kind: str)
 
 def test_every_reader_has_a_case() -> None:
     assert set(WITH) == set(READERS)
+
+
+def test_a_pass_that_says_nothing_goes_with_hidden_states_alone() -> None:
+    class Silent(DepthPass):
+        key = "halting"
+
+    assert hidden_state_readers([Silent])["halting"] == "a pass over the depth reads one"

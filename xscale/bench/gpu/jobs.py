@@ -110,8 +110,8 @@ JOBS = (
     GpuJob(
         "J10",
         "graphs",
-        "Forward and backward of a model's micro-batch: eager, compiled, compiled with CUDA graphs.",
-        "Whether `parallel.compile` gets graphs: yes where a step gains 5 % or more.",
+        "Gradients of a micro-batch: eager, compiled, and either as a CUDA graph (`parallel.cuda_graphs`).",
+        "Which recipes take `parallel.cuda_graphs`: those whose step gains 5 % or more.",
         150.0,
         "xscale.bench.gpu.cases.graphs",
     ),

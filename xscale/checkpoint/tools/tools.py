@@ -12,7 +12,7 @@ from xscale.checkpoint.errors import CheckpointError
 from xscale.checkpoint.files import MANIFEST, bad_folders, hidden_folders, step_of, visible_steps
 from xscale.checkpoint.load import CheckpointReader, read_config, read_state
 from xscale.checkpoint.retention import delete_excess, excess
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, plain
 from xscale.core.files.run_files import kind_of, read_run_file
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -69,7 +69,7 @@ def ls(folder: Path) -> list[CheckpointRow]:
     for path in bad_folders(folder):
         note = path / "reason.txt"
         reason = (
-            read_run_file(note).decode(errors="replace").strip()
+            plain(read_run_file(note).decode(errors="replace").strip())
             if kind_of(note) == "a file"
             else ""
         )

@@ -9,11 +9,12 @@ from typing import Any
 
 from xscale.checkpoint.disk import format_bytes
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError, counted
+from xscale.core.say import say as say_shown
 
 Say = Callable[[str], None]
 
 
-def ls(folder: Path, *, as_json: bool = False, say: Say = print) -> int:
+def ls(folder: Path, *, as_json: bool = False, say: Say = say_shown) -> int:
     """Print one line per checkpoint, oldest first."""
     from xscale.checkpoint.tools import tools
 
@@ -37,7 +38,7 @@ def ls(folder: Path, *, as_json: bool = False, say: Say = print) -> int:
     return EXIT_DONE
 
 
-def show(path: Path, *, only: str = "", as_json: bool = False, say: Say = print) -> int:
+def show(path: Path, *, only: str = "", as_json: bool = False, say: Say = say_shown) -> int:
     """Print step, trainer state and tensors of a checkpoint, or of the newest of a run."""
     from xscale.checkpoint.tools import tools
 
@@ -61,7 +62,7 @@ def show(path: Path, *, only: str = "", as_json: bool = False, say: Say = print)
     return EXIT_DONE
 
 
-def verify(path: Path, *, as_json: bool = False, say: Say = print) -> int:
+def verify(path: Path, *, as_json: bool = False, say: Say = say_shown) -> int:
     """Read every byte; exit status 1 when a checkpoint is bad."""
     from xscale.checkpoint.tools import tools
 
@@ -77,7 +78,7 @@ def verify(path: Path, *, as_json: bool = False, say: Say = print) -> int:
 
 
 def diff(
-    first: Path, second: Path, *, only: str = "", as_json: bool = False, say: Say = print
+    first: Path, second: Path, *, only: str = "", as_json: bool = False, say: Say = say_shown
 ) -> int:
     """Print the differences; exit status 1 if there are any, as for `diff`."""
     from xscale.checkpoint.tools import tools
@@ -109,7 +110,7 @@ def prune(
     keep_every: int | None = None,
     bad: bool = False,
     dry: bool = False,
-    say: Say = print,
+    say: Say = say_shown,
 ) -> int:
     """Delete checkpoints that are not kept; `dry` only prints them."""
     from xscale.checkpoint.tools import tools
@@ -127,7 +128,7 @@ def prune(
 
 
 def consolidate(
-    path: Path, out: Path, *, only: str = "model.", keep_prefix: bool = False, say: Say = print
+    path: Path, out: Path, *, only: str = "model.", keep_prefix: bool = False, say: Say = say_shown
 ) -> int:
     """Merge the shards of a checkpoint into one safetensors file."""
     from xscale.checkpoint import manifest

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from xscale.core.errors import ConfigError
+from xscale.core.say import say
 
 HF, UNIVERSAL, MEGATRON = "hf", "deepspeed-universal", "megatron"
 
@@ -53,7 +54,7 @@ def export_checkpoint(
 
     path = find_checkpoint(path)
     config = read_config(path)
-    print(f"{path}: step {manifest.read(path).step}")
+    say(f"{path}: step {manifest.read(path).step}")
     if config.get("lora") is not None:
         fix = "Merge it with `xscale checkpoint merge-lora RUN MERGED`, and export MERGED."
         raise ConfigError(str(path), "the formats of export have no place for LoRA", fix)

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from xscale.core.errors import EXIT_DONE, ConfigError
+from xscale.core.say import say as say_shown
 from xscale.nn.adapt.lora import merge_lora
 from xscale.run.init_run import create_run, model_from_weights, require_no_run
 from xscale.run.load_run import load_run
 
 
 def merge_run(
-    source: Path, run: Path, say: Callable[[str], None] = print, *, plugins: bool = False
+    source: Path, run: Path, say: Callable[[str], None] = say_shown, *, plugins: bool = False
 ) -> int:
     """Create the run folder `run` at step 0, without LoRA, from the newest checkpoint of the run `source`, or it.
 

@@ -8,6 +8,7 @@ from torch import nn
 from xscale.core.compose import compose
 from xscale.core.config import decode
 from xscale.core.errors import EXIT_DONE, ConfigError
+from xscale.core.say import say as say_shown
 from xscale.evaluate.evaluate_run import evaluation_data
 from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.ffn.moe.upcycle import upcycle, why_output_changes
@@ -26,7 +27,7 @@ def upcycle_run(
     run: Path,
     overrides: list[str],
     sequences: int = 64,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = say_shown,
     *,
     plugins: bool = False,
 ) -> int:

@@ -37,23 +37,26 @@ def notes(recipe: Recipe, composed: Composed) -> list[str]:
     if before is None:
         return lines
     kinds: dict[bool, list[str]] = {True: [], False: []}
-    others = False
+    has_others = False
     for path, clause in _changes(encode(before), encode(recipe), ""):
         has_parameters = path.startswith(WITH_PARAMETERS)
         if clause:
             kinds[has_parameters].append(clause)
-        others = others or (has_parameters and not clause)
+        has_others = has_others or (has_parameters and not clause)
     for has_parameters, clauses in kinds.items():
         if clauses:
             text = f"overrides change {'; '.join(clauses)}"
-            lines += [text + (_parameters(before, recipe, others) if has_parameters else "")]
+            lines += [
+                text
+                + (_parameters(before, recipe, has_others=has_others) if has_parameters else "")
+            ]
     return lines
 
 
-def _parameters(before: Recipe, now: Recipe, others: bool) -> str:
-    """A clause on the parameters before and after; it says so where `others` than changes of kinds may matter."""
+def _parameters(before: Recipe, now: Recipe, *, has_others: bool) -> str:
+    """A clause on the parameters before and after; it says so where other changes than those of kinds may matter."""
     old, new = (size(build_on_meta(of, vocabulary_of(of))).parameters for of in (before, now))
-    cause = "; with the other overrides of the model" if others else ":"
+    cause = "; with the other overrides of the model" if has_others else ":"
     return f"{cause} {quantity(old)} parameters become {quantity(new)}"
 
 

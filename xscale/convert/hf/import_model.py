@@ -125,13 +125,20 @@ def open_hf_folder(folder: Path) -> Iterator[HfFolder]:
         yield HfFolder(folder, dequantized(files), [*dict.fromkeys(files.values())])
 
 
+SHARDS = 10_000
+"""Most files of tensors of one model; each is opened."""
+
+
 def _weight_files(folder: Path) -> list[str]:
     """Return the names of the files with the tensors; ConfigError when an index cannot be read."""
     for index, single in ((INDEX, SINGLE), (TORCH_INDEX, TORCH_SINGLE)):
         if (folder / index).exists():
             try:
                 stored = decode_json(read_regular(folder / index))["weight_map"]
-                return sorted({check_relative(name) for name in stored.values()})
+                names = set(stored.values())
+                if len(names) > SHARDS:
+                    raise ValueError(f"it names {len(names)} files")
+                return sorted(map(check_relative, names))
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
                 what = f"the file is not an index of tensors ({reason(error)})"
                 raise ConfigError(str(folder / index), what, "Copy it again.") from None

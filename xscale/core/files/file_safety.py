@@ -19,6 +19,9 @@ JSON_DEPTH = 100
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LFS_BYTES = 1024
 """A pointer of Git LFS has fewer bytes (the specification of Git LFS)."""
+JSON_VALUES = 4_000_000
+"""Most values in JSON, about: the largest tokenizers have half of it, and each may take 200 bytes of memory."""
+JSON_BLOCK = 4 << 20
 INTEGER_DIGITS = 20
 """Longest integer in JSON, with its sign: one of 64 bits."""
 
@@ -101,11 +104,12 @@ def read_regular(path: Path, limit: int | None = FILE_BYTES) -> bytes:
 
 
 def decode_json(content: bytes | str, *, unique: bool = False, any_integer: bool = False) -> Any:
-    """Decode JSON. ValueError with a clause, also for nesting or integers that no file of ours or a model has.
+    """Decode JSON. ValueError with a clause, also for values, nesting or integers that no file of ours or a model has.
 
     With `unique` a key that an object has twice is an error: readers would differ on what it means. With `any_integer`
     an integer may be larger than 64 bits, as in rows of a corpus, whose other fields nobody reads.
     """
+    _check_values(content)
     try:
         data = json.loads(
             content,
@@ -126,6 +130,39 @@ def _integer_of_64_bits(digits: str) -> int:
     if len(digits) > INTEGER_DIGITS:
         raise ValueError(f"it has an integer of {len(digits)} digits")
     return int(digits)
+
+
+def _check_values(content: bytes | str) -> None:
+    """Raise ValueError where there are more than `JSON_VALUES` values, before any is made."""
+    if _separators(content) <= JSON_VALUES:
+        return
+    # Latin 1 has a letter for each byte, and those of JSON's syntax are ASCII.
+    text = content.decode("latin-1") if isinstance(content, bytes) else content
+    if _separators_outside_texts(text) > JSON_VALUES:
+        raise ValueError(f"it has more than {JSON_VALUES} values")
+
+
+def _separators(content: bytes | str) -> int:
+    if isinstance(content, bytes):
+        return content.count(b",") + content.count(b"[") + content.count(b"{")
+    return content.count(",") + content.count("[") + content.count("{")
+
+
+def _separators_outside_texts(text: str) -> int:
+    """Count them up to about `JSON_VALUES`, a block at a time: a document may have millions of commas within."""
+    count = begin = 0
+    in_text = False
+    while begin < len(text) and count <= JSON_VALUES:
+        end = min(begin + JSON_BLOCK, len(text))
+        # What a backslash escapes is in its block.
+        while end < len(text) and text[end - 1] == "\\":
+            end += 1
+        block = text[begin:end].replace("\\\\", "").replace('\\"', "")
+        pieces = block.split('"')
+        count += _separators("".join(pieces[in_text::2]))
+        in_text ^= len(pieces) % 2 == 0
+        begin = end
+    return count
 
 
 def _check_depth(content: bytes | str, data: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from xscale.core.config import encode
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, counted
 from xscale.core.files.atomic_write import reporting_full_disk
 from xscale.data.config import DataConfig
 from xscale.data.corpus.corpus_state import state_of
@@ -175,7 +175,8 @@ def _moved_document(
             path, "the corpus has no text: every document is blank", "Name files that contain text."
         )
     if train == 0 or (train == 1 and validation == 0 and config.validation):
-        what = f"{train + validation} document(s) cannot be split into train and validation"
+        documents = counted(train + validation, "document")
+        what = f"{documents} cannot be split into train and validation"
         fix = "Give more documents, split them finer (data.source.document: paragraph), or set data.validation to 0."
         raise ConfigError(path, what, fix)
     if validation or not config.validation:

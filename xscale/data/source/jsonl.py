@@ -86,10 +86,16 @@ class Jsonl(FileSource):
             # One besides JSONDecodeError says of nesting or of numbers that Python refuses them.
             what = f"the line that starts at this byte is not JSON: {getattr(error, 'msg', error)}"
             fix = "Each line of a .jsonl file is one object; for plain text use kind: text."
+            if offset == 0 and line.lstrip().startswith("["):
+                what = "the file is one array over several lines, and no object a line"
+                fix = f"Write an object a line: jq -c '.[]' {file}"
             raise bad("not JSON", what, fix) from None
         if not isinstance(data, dict):
             what = "the line that starts at this byte is not an object"
-            raise bad("not an object", what, 'Write {"text": "..."}.')
+            fix = 'Write {"text": "..."}.'
+            if isinstance(data, list) and offset == 0:
+                what, fix = "the file is an array", f"Write an object a line: jq -c '.[]' {file}"
+            raise bad("not an object", what, fix)
         if name not in data:
             what = f"the object that starts at this byte has no field '{name}'"
             raise bad(
@@ -97,7 +103,8 @@ class Jsonl(FileSource):
             )
         value = data[name]
         if not isinstance(value, str):
-            what = f"the field '{name}' must be a string, got {type(value).__name__}"
+            kind = "null" if value is None else type(value).__name__
+            what = f"the field '{name}' must be a string, got {kind}"
             raise bad(f"the field '{name}' is no string", what, "Set data.source.field.")
         if "\0" in value or (
             not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)

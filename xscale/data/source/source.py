@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,6 +78,9 @@ class ByteRange:
     def size(self) -> int:
         """Bytes on disk."""
         return self.stop - self.start
+
+
+SKIP_ADVICE = "data.source.bad=skip leaves out and counts the documents that cannot be read."
 
 
 class BadDocumentError(ConfigError):
@@ -196,7 +199,12 @@ class FileSource(Source):
     def skip(self, error: BadDocumentError) -> None:
         """Count a document that cannot be read, or raise its error, as the config says."""
         if self.config.bad == "refuse":
-            raise error
+            if not error.offset:
+                raise error
+            # Documents before it could be read, so that it may be one of few.
+            (problem,) = error.problems
+            problem = replace(problem, fix=" ".join(filter(None, (problem.fix, SKIP_ADVICE))))
+            raise BadDocumentError(error.reason, error.file, error.offset, problem)
         self.skipped.add(error.reason, error.file, error.offset)
 
 

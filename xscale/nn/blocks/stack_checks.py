@@ -7,6 +7,7 @@ from typing import Any
 from xscale.core.choices import Choice
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
+from xscale.nn.depth import PASSES
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.position import POSITIONS
@@ -19,7 +20,7 @@ def check_blocks_together(config: Any, dims: Dims, path: str, *, cross: bool) ->
         *_check_parts(config, path, cross=cross),
         *_check_shared_position(config, dims, path),
         *_check_layer_tables(config, dims, path),
-        *check_stream(config, path, cross=cross),
+        *check_stream(config, path, PASSES, cross=cross),
     ]
 
 

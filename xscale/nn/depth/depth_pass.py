@@ -99,6 +99,11 @@ class DepthPass(Module):
 
     key: ClassVar[str]
     """Name of the pass in its stack, and so of its parameters: `stack.halting.weight`."""
+    config_key: ClassVar[str | None] = None
+    """Key below `stack` that chooses it; None: it is called as the pass."""
+    reads_hidden_states: ClassVar[str] = "a pass over the depth reads one"
+    """A clause that says why it needs the hidden states between blocks, for the refusal of residual streams of several
+    tensors; empty: it goes with any stream."""
     used_by_all_blocks: ClassVar[bool] = False
     """Whether every block computes with its parameters, so that each stage of a pipeline has a copy."""
     has_static_form: ClassVar[bool] = False

@@ -73,6 +73,7 @@ class PreviousScores(DepthPass):
     """Attention scores that blocks hand to the next one (He et al. 2021, RealFormer)."""
 
     key = "previous_scores"
+    reads_hidden_states = ""
     has_edges = True
 
     @classmethod
@@ -153,6 +154,7 @@ class FirstValues(DepthPass):
     """Values of the first layer that later ones mix into theirs (Peng et al. 2025, RWKV-7)."""
 
     key = "first_values"
+    reads_hidden_states = ""
     has_edges = True
 
     @classmethod

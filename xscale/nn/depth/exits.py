@@ -51,7 +51,10 @@ class Exit(Module):
 class Exits(DepthPass):
     """The exits of a stack, by the number of their block, and the weights of the losses."""
 
+    reads_progress = True
+
     key = "exits"
+    reads_hidden_states = "an exit reads one"
     seams: ClassVar[Seams] = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,
         "full_sequence": Role.FULL_SEQUENCE,

@@ -112,7 +112,13 @@ class Gate(Module):
 class GateBudget(DepthPass):
     """The budgets of a stack with gates, and their loss."""
 
+    reads_progress = True
+
     key = "gates"
+    config_key = "block.gates"
+    reads_hidden_states = (
+        "the gates, and the gates' sum, which blocks hand on, are of the hidden states"
+    )
     has_edges = True
     seams: ClassVar[Seams] = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,

@@ -66,6 +66,7 @@ class Halting(DepthPass):
     """The halting unit of a stack, of which each block is a step."""
 
     key = "halting"
+    reads_hidden_states = "a token that halts has one output"
     averages_tokens = True
     averages_text = True
     averages_packed_text = True

@@ -24,6 +24,7 @@ class ReturnedStates(DepthPass):
     """Returns the hidden states before and after all blocks, [depth + 1, B, T, D], in place of the last ones."""
 
     key = "returned_states"
+    reads_hidden_states = ""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -69,6 +70,7 @@ class LayerMix(DepthPass):
     """A mix of the encoder's layers for each block of a decoder."""
 
     key = "mix"
+    reads_hidden_states = ""
     used_by_all_blocks = True
     seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     weight: Parameter

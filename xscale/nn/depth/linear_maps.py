@@ -15,6 +15,7 @@ class QuaternionMaps(DepthPass):
     """Replaces the linear maps of the blocks when the stack is built, and does nothing in a forward."""
 
     key = "linear_maps"
+    reads_hidden_states = ""
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:

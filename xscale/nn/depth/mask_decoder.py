@@ -35,6 +35,7 @@ class MaskDecoder(DepthPass):
     """Has the last block decode: its mixers read its input as it came, and it is applied several times."""
 
     key = "mask_decoder"
+    reads_hidden_states = "the decoder's queries are of one"
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:

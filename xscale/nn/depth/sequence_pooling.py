@@ -13,12 +13,9 @@ Zhou et al. 2021 (Informer), equation 5, "distilling": X' = MaxPool(ELU(Conv1d(X
 with stride 1, the pooling over three with stride 2.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -28,15 +25,15 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed, change, instead, take
 from xscale.nn.attention.core import CORES
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
+from xscale.nn.depth.edges import mixers_of
+from xscale.nn.depth.token_windows import Distilling, TokenWindows
 from xscale.nn.dims import Dims
-from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import hands_on_scores, without_scores
-from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.residual.residual_stream import RESIDUALS
-from xscale.nn.signals import KEYS, TOKENS
-from xscale.nn.tokens import SharedValues, Tokens
+from xscale.nn.roles import Role, Seams
+from xscale.nn.tokens import Tokens
 
 
 class SequencePoolingConfig(Config):
@@ -58,98 +55,27 @@ class SequencePoolingConfig(Config):
     equation."""
 
 
-@dataclass(frozen=True)
-class TokenWindows:
-    """Windows of T tokens: T' = ceil(T / 2) of them, or 1 + ceil((T - 1) / 2) if the first token is one of its own.
-
-    A window has the document of its first token, and a second token of another document is not in it.
-    """
-
-    first: Tensor
-    """[T'] index of the first token of each window."""
-    of: Tensor
-    """[T] window of each token."""
-
-    @staticmethod
-    def split(length: int, device: torch.device, *, separate_first: bool) -> "TokenWindows":
-        """Split `length` tokens into windows of two."""
-        before = int(separate_first)
-        of = (torch.arange(length, device=device) + before) // 2  # [T]
-        first = torch.arange(0, length + before, 2, device=device) - before  # [T']
-        return TokenWindows(first.clamp(min=0), of)
-
-    def window_tokens(self, tokens: Tokens) -> Tokens:
-        """Tokens [B, T] -> those of the windows [B, T'], with the fields of the first token of each."""
-        return tokens.map_fields(
-            lambda value, about: about.select(value, (TOKENS, KEYS), self.first),
-            pooled_from=tokens.pooled_from or len(self.of),
-            shared_values=SharedValues(),
-        )
-
-    def pool(self, x: Tensor, tokens: Tokens, method: str) -> Tensor:
-        """Mean or maximum of x [B, T, D] over each window: [B, T', D]."""
-        second = (self.first + 1).clamp(max=len(self.of) - 1)
-        has_second = (self.of[second] == self.of[self.first]) & (second != self.first)  # [T']
-        has_second = has_second.expand(len(x), -1)
-        if tokens.documents is not None:
-            has_second = has_second & (
-                tokens.documents[:, second] == tokens.documents[:, self.first]
-            )
-        first_state, second_state = x[:, self.first], x[:, second]  # [B, T', D]
-        both = (
-            (first_state + second_state) / 2
-            if method == "mean"
-            else torch.maximum(first_state, second_state)
-        )
-        return torch.where(has_second[..., None], both, first_state)
-
-
-class Distilling(Module):
-    """MaxPool(ELU(norm(Conv1d(x)))) of three tokens each, with stride 2: [B, T, D] -> [B, ceil(T / 2), D].
-
-    Tokens beyond the ends of a document are zeros for the convolution, and the maximum leaves them out.
-    """
-
-    def __init__(self, dims: Dims, norm: Norm.Config | None) -> None:
-        super().__init__()
-        self.conv = Linear(3 * dims.width, dims.width, ("state", "width"), dims.init, bias=True)
-        """Weights of the token before, the token itself and the one after, in this order along the input."""
-        self.norm: Norm | None = None if norm is None else NORMS.build(norm, dims.width)
-
-    def forward(self, x: Tensor, tokens: Tokens, windows: TokenWindows) -> Tensor:
-        before, after = _in_document(tokens, x)
-        near = (_shift(x, 1).masked_fill(~before, 0.0), x, _shift(x, -1).masked_fill(~after, 0.0))
-        y = self.conv(torch.cat(near, -1))  # [B, T, D]
-        if self.norm is not None:
-            y = self.norm(y, tokens)
-        y = F.elu(y)
-        lowest = torch.finfo(y.dtype).min
-        highest = torch.maximum(_shift(y, 1).masked_fill(~before, lowest), y)
-        highest = torch.maximum(highest, _shift(y, -1).masked_fill(~after, lowest))
-        return highest[:, windows.first]
-
-
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Return x [B, T, D] with the token `by` places before at each place; beyond the ends there are zeros."""
-    return F.pad(x, (0, 0, by, 0))[:, :-by] if by > 0 else F.pad(x, (0, 0, 0, -by))[:, -by:]
-
-
-def _in_document(tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the tokens before and after each token are of its document: two of [B, T, 1]."""
-    documents = tokens.documents
-    documents = torch.zeros_like(tokens.ids) if documents is None else documents
-    same = documents[:, 1:] == documents[:, :-1]  # [B, T - 1]
-    return F.pad(same, (1, 0))[..., None], F.pad(same, (0, 1))[..., None]
-
-
 class SequencePooling(DepthPass):
     """The poolings of a stack."""
 
     key = "pooling"
+    seams: ClassVar[Seams] = {"of_full_sequence": Role.CHANGED_SEQUENCE}
+    reads_hidden_states = "windows of one are pooled between blocks"
 
-    def __init__(self, config: SequencePoolingConfig, dims: Dims, *, repeats: bool = True) -> None:
-        """`repeats`: the output of a stack without a decoder are repeated states, one for each token."""
+    def __init__(
+        self,
+        config: SequencePoolingConfig,
+        dims: Dims,
+        *,
+        repeats: bool = True,
+        reads_distances: bool = False,
+    ) -> None:
+        """`repeats`: the output of a stack without a decoder are repeated states, one for each token.
+
+        `reads_distances`: positions of the mixers add to the scores of attention.
+        """
         super().__init__()
+        self.reads_distances = reads_distances
         self.config = config
         self.depth = dims.depth
         self.repeats = repeats
@@ -159,15 +85,20 @@ class SequencePooling(DepthPass):
         )
 
     def needs(self) -> list[KeyNeed]:
-        without = ((".", None),)
         received = "a stage would receive hidden states of another length than the sequence's"
-        window = (
-            "a window may have tokens of two ranks, and shorter sequences would be sharded anew"
-        )
-        return [
-            KeyNeed("parallel.mesh.pp", (1,), received, without),
-            KeyNeed("parallel.mesh.cp", (1,), window, without),
-        ]
+        needs = [KeyNeed("parallel.mesh.pp", (1,), received, ((".", None),))]
+        if any(NORMS.of(norm).traits.batch_statistics for norm in [self.config.norm] if norm):
+            counted = (
+                "the norm of distilling would count the tokens of a sequence once for each rank"
+            )
+            needs.append(KeyNeed("parallel.mesh.cp", (1,), counted, ((".norm", None),)))
+        if self.reads_distances:
+            distances = (
+                "shards bias scores by differences of indices, which are no distances of windows"
+            )
+            edits = ((".", None), ("model.position", "learned"))
+            needs.append(KeyNeed("parallel.mesh.cp", (1,), distances, edits))
+        return needs
 
     @classmethod
     def build(
@@ -178,7 +109,9 @@ class SequencePooling(DepthPass):
         for layer in config.pooling.before if config.pooling.queries_only else ():
             block: Any = blocks[str(layer)]
             block.reads_memory |= {"mixer"}
-        return cls(config.pooling, dims, repeats=use.repeats_windows)
+        positions = [getattr(mixer, "position", None) for mixer in mixers_of(blocks.values())]
+        distances = any(part and (part.adds_scores or part.adds_bias) for part in positions)
+        return cls(config.pooling, dims, repeats=use.repeats_windows, reads_distances=distances)
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
@@ -210,8 +143,19 @@ class SequencePooling(DepthPass):
         if self.repeats or self.config.decoder_blocks:
             return tokens
         for _ in self.config.before:
-            tokens = self.split(tokens).window_tokens(tokens)
+            _, tokens = self.of_full_sequence(
+                None, tokens, lambda x, full: (x, self.split(full).window_tokens(full))
+            )
         return tokens
+
+    def of_full_sequence(
+        self,
+        x: Tensor | None,
+        tokens: Tokens,
+        change: Callable[[Any, Tokens], tuple[Any, Tokens]],
+    ) -> tuple[Any, Tokens]:
+        """Return what `change` makes of x [B, T, D] and its tokens. A seam: a sequence may be sharded, and is anew."""
+        return change(x, tokens)
 
     def split(self, tokens: Tokens) -> TokenWindows:
         """Split the tokens into windows."""
@@ -228,7 +172,10 @@ class PooledStates:
         self._decoder_begins = pooling.depth - pooling.config.decoder_blocks
         self.stage_tokens = self._all_tokens = tokens
         """Tokens of the present stage."""
+        self._full_tokens: Tokens | None = None
+        """Tokens of the full sequence, before any pooling."""
         self._window: Tensor | None = None
+        """[T] window of each token of the full sequence."""
         self._first_stage: Tensor | None = None
 
     def before_block(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor | None, Tokens | None]:
@@ -242,27 +189,39 @@ class PooledStates:
             return x, None, None
         if self._first_stage is None:
             self._first_stage = x
-        keys = x
-        key_tokens = self.stage_tokens
-        windows = self._pooling.split(self.stage_tokens)
-        if config.method == "distill":
-            x = self._pooling.distilling[str(layer)](x, key_tokens, windows)
-        else:
-            x = windows.pool(x, key_tokens, config.method)
-        self.stage_tokens = windows.window_tokens(key_tokens)
-        self._window = windows.of if self._window is None else windows.of[self._window]
+        keys, key_tokens = x, self.stage_tokens
+        x, self.stage_tokens = self._pooling.of_full_sequence(
+            x, key_tokens, lambda x, tokens: self._shorten(layer, x, tokens)
+        )
         return (x, keys, key_tokens) if config.queries_only else (x, None, None)
+
+    def _shorten(self, layer: int, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        """Return the states [B, T', D] and the tokens of the windows of x [B, T, D]."""
+        self._full_tokens = self._full_tokens or tokens
+        windows = self._pooling.split(tokens)
+        if self._config.method == "distill":
+            x = self._pooling.distilling[str(layer)](x, tokens, windows)
+        else:
+            x = windows.pool(x, tokens, self._config.method)
+        self._window = windows.of if self._window is None else windows.of[self._window]
+        return x, windows.window_tokens(tokens)
 
     def repeat(self, x: Tensor) -> Tensor:
         """States of windows [B, T', D] -> the state of each token's window [B, T, D]; of a window that begins in
         another document zeros."""
+        repeated: Tensor = self._pooling.of_full_sequence(x, self.stage_tokens, self._repeat)[0]
+        return repeated
+
+    def _repeat(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        full = self._full_tokens
         assert self._window is not None
+        assert full is not None
         x = x[:, self._window]
-        if self._all_tokens.documents is None:
-            return x
-        assert self.stage_tokens.documents is not None
-        same = self.stage_tokens.documents[:, self._window] == self._all_tokens.documents
-        return x.masked_fill(~same[..., None], 0.0)
+        if full.documents is None:
+            return x, full
+        assert tokens.documents is not None
+        same = tokens.documents[:, self._window] == full.documents
+        return x.masked_fill(~same[..., None], 0.0), full
 
 
 def token_fractions(config: SequencePoolingConfig, depth: int) -> list[tuple[float, float]]:

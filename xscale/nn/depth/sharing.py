@@ -39,6 +39,7 @@ class SharedSublayers(DepthPass):
     """The sublayers that all blocks have in common, under their names in a block."""
 
     key = "shared"
+    reads_hidden_states = ""
     used_by_all_blocks = True
     has_static_form = True
 

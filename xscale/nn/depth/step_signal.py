@@ -19,6 +19,7 @@ class StepSignal(DepthPass):
 
     key = "step_signal"
     has_static_form = True
+    reads_hidden_states = "the signal of a step is added to one"
     seams: ClassVar[Seams] = {"of_tokens": Role.SHARD_OF_TOKENS}
 
     @classmethod

@@ -39,6 +39,8 @@ TokenId = Annotated[int, Field(ge=0)]
     ),
 )
 class GuidedAttention(Attention):
+    reads_progress = True
+
     class Config(Attention.Config):
         patterns: tuple[Pattern, ...] = Field(default=("previous", "first"), min_length=1)
         """Patterns of the first heads of the layer, one each; the other heads are not guided. previous, next: the

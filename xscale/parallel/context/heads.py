@@ -1,14 +1,15 @@
 """Heads on a sequence that is sharded over cp: a token that a loss reads may be on another rank."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from xscale.mesh.differentiable_collectives import copy_in, sum_out
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.tokens import Tokens
-from xscale.parallel.context.sequence_sharding import TokenShard
+from xscale.parallel.context.sequence_sharding import TokenShard, shard_tokens
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,26 @@ class SequenceOfShards:
             return self.inner(x, tokens)
         sharding, length = tokens.sharding, tokens.length
         return sharding.gather(x, length), sharding.positions(length, x.device)[sharding.rank]
+
+
+@dataclass(frozen=True)
+class ChangedSequence:
+    """Substitute for `of_full_sequence` of sequence pooling: a window may have tokens of two ranks, and the windows are
+    sharded as the tokens were."""
+
+    inner: Callable[[Any, Tokens, Any], tuple[Any, Tokens]]
+    """That of an unsharded sequence."""
+
+    def __call__(self, x: Tensor | None, tokens: Tokens, change: Any) -> tuple[Any, Tokens]:
+        """Gather [B, P, D] to [B, T, D], of which `change` makes [B, T', D]; return this rank's shard of that."""
+        if not isinstance(tokens, TokenShard):
+            return self.inner(x, tokens, change)
+        sharding = tokens.sharding
+        full = None if x is None else sharding.gather(x, tokens.length)
+        changed, about = self.inner(full, tokens.full, change)
+        # The weights of losses are those of a shard.
+        shard = replace(shard_tokens(about, sharding), forward=tokens.forward)
+        return None if changed is None else sharding.shard(changed), shard
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from xscale.parallel.config import ParallelConfig
 from xscale.parallel.context.global_tokens import EmbedGlobalTokens
 from xscale.parallel.context.heads import (
     AheadOfShard,
+    ChangedSequence,
     FirstStateOfShards,
     SequenceOfShards,
     TargetsOfShard,
@@ -105,6 +106,7 @@ CONTEXT: RoleTable = {
     Role.CONVOLUTION: _wrap(StateSpaceScan, with_module=True),
     Role.NEIGHBOURS: _wrap(NeighbourExchange, with_module=True),
     Role.FULL_SEQUENCE: _wrap(SequenceOfShards),
+    Role.CHANGED_SEQUENCE: _wrap(ChangedSequence),
     Role.FIRST_TOKEN: _first_token,
     Role.LOSS_FRACTION: _loss_fraction,
     Role.SUM_OVER_TOKENS: _sum_over_tokens,

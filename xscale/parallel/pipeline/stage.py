@@ -3,7 +3,7 @@
 The stubs have the protocols of what they replace, so that the model's own forward is the stage's forward.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
@@ -275,37 +275,30 @@ def _two_stacks(
     assert isinstance(model, Model)
     source, target = layout.inputs
     encoder, decoder = (seam for _, seam, _ in seams_in([model], Role.STACK))
-    memory_states = next(_output_states(model.get_submodule(encoder)), None)
     encodes, decodes = (
         any(path.startswith(f"{stack}.") for path in paths) for stack in (encoder, decoder)
     )
     starts_encoder, starts_decoder = (f"{stack}.blocks.0" in paths for stack in (encoder, decoder))
     # A decoder may read further inputs before the embeddings of the target.
-    inputs = seams_in([model], Role.STACK_INPUT)
-    read_by_decoder = [*(seam for _, seam, _ in inputs if seam not in layout.inputs), target]
-    streams: dict[str, Any] = {
-        name: model.get_submodule(name).stream for name in (encoder, decoder)
-    }
+    read_by_decoder = [
+        seam for _, seam, _ in seams_in([model], Role.STACK_INPUT) if seam not in layout.inputs
+    ]
+    read_by_decoder.append(target)
     if decodes and not starts_decoder:
         for name in read_by_decoder:
-            precise = name == target and streams[decoder].precise
+            precise = name == target and _is_precise(model, decoder)
             _receive_hidden(stage, name, StageInput(precise=precise))
     if not starts_encoder:
         # Both embeddings use one table, whose name is the source's.
-        about = StageInput(
-            from_source=True,
-            states=None if encodes else memory_states,
-            precise=encodes and streams[encoder].precise,
-        )
+        about = _encoder_states(model, encoder, going_on=encodes)
         _receive_hidden(stage, source, about, has_table=starts_decoder or tied)
     # What a stage sends is of its last block, and what it receives of its first.
     for name, receives, sends in ((encoder, encodes, not decodes), (decoder, not encodes, decodes)):
         stack = model.get_submodule(name)
         assert isinstance(stack, Stack)
-        if receives and f"{name}.blocks.0" not in paths:
+        if receives:
             about = StageInput(from_source=name == encoder, precise=stack.stream.precise)
-            _receive_stream(stage, stack, about, sublayers[name])
-        _receive_edges(stage, stack, received if receives else {})
+            _go_on(stage, stack, about, received, sublayers[name])
         if sends and name not in ends:
             substitute(stack, "output", SendStream(stack.stream.to_tensors, sent))
     if not encodes:
@@ -318,13 +311,34 @@ def _two_stacks(
         model.get_submodule(decoder).register_forward_hook(_with_memory(model))
 
 
-def _output_states(stack: nn.Module) -> Iterator[int]:
-    """Yield the number of the hidden states that a pass of the stack makes its output."""
-    assert isinstance(stack, Stack)
-    for part in stack.passes():
-        count = part.states_of_output()
-        if count is not None:
-            yield count
+def _go_on(
+    stage: PipelineStage,
+    stack: Stack,
+    about: StageInput,
+    received: dict[str, StageInput],
+    sublayers: int,
+) -> None:
+    """Receive the rest of the residual stream, `about` each of its tensors, and what blocks hand on, in a stage that
+    begins in this stack, with so many sublayers before."""
+    if "0" not in stack.blocks:
+        _receive_stream(stage, stack, about, sublayers)
+    _receive_edges(stage, stack, received)
+
+
+def _is_precise(model: nn.Module, name: str) -> bool:
+    """Whether the residual stream of that stack is in float32 at least."""
+    stack: Any = model.get_submodule(name)
+    return bool(stack.stream.precise)
+
+
+def _encoder_states(model: nn.Module, encoder: str, *, going_on: bool) -> StageInput:
+    """Describe what a stage receives of the encoder: the first tensor of its stream, where it is `going_on`, or its
+    output."""
+    if going_on:
+        return StageInput(from_source=True, precise=_is_precise(model, encoder))
+    stack: Any = model.get_submodule(encoder)
+    counts = [count for part in stack.passes() if (count := part.states_of_output()) is not None]
+    return StageInput(from_source=True, states=next(iter(counts), None))
 
 
 def _with_memory(model: Model) -> Callable[..., tuple[Tensor, ...]]:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from xscale.bench.gpu.case import CaseReporter, GpuCase, GpuContext
 from xscale.bench.gpu.cases.training import ONE_DOCUMENT
 from xscale.bench.gpu.recipes import training_recipe
@@ -29,7 +27,6 @@ MODELS: Mapping[str, tuple[str, ...]] = {
         "train.micro_batch_size=1",
     ),
 }
-WARMUP = 3
 
 
 def cases(context: GpuContext) -> list[GpuCase]:
@@ -52,14 +49,19 @@ def _measure(
     context: GpuContext, overrides: Sequence[str], compiled: bool, graph: bool
 ) -> Mapping[str, Any]:
     if context.device == "cpu" and (compiled or graph):
-        raise ConfigError("bench gpu", "graphs need a GPU")
+        raise ConfigError("bench gpu", "CUDA graphs and torch.compile are measured on a GPU alone")
     recipe = training_recipe(
-        context, "dense_1b", [*overrides, ONE_DOCUMENT, f"parallel.compile={str(compiled).lower()}"]
+        context,
+        "dense_1b",
+        [
+            *overrides,
+            ONE_DOCUMENT,
+            f"parallel.compile={str(compiled).lower()}",
+            f"parallel.cuda_graphs={str(graph).lower()}",
+        ],
     )
     try:
         call = micro_batch(set_up(recipe, read_rank_info()))
-        if graph:
-            call = captured(call)
         timings = time_calls({"": call}, context.device, context.size(1.0, 0.0))
     finally:
         leave_process_group()
@@ -74,28 +76,12 @@ def _measure(
 
 
 def micro_batch(parts: RunParts) -> Callable[[], object]:
-    """Return a call that runs forward and backward of the first micro-batch; gradients are overwritten, not added."""
-    batch = collect(parts, 1)[0][0].to(parts.mesh.device)
-    parts.model.train()
-    parameters = list(parts.model.parameters())
+    """Return a call that computes the gradients of the first micro-batch as training does, and drops them."""
+    batches = [batch.to(parts.mesh.device) for batch in collect(parts, 1)[0][:1]]
+    targets = float(batches[0].target_count)
 
     def run() -> None:
-        for parameter in parameters:
-            parameter.grad = None
-        parts.model(batch.tokens, batch.targets, batch.source).sum().backward()
+        parts.stepper.compute_gradients(batches, targets=targets)
+        parts.stepper.discard()
 
     return run
-
-
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """Capture the call in a CUDA graph; return its replay."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUP):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
