@@ -108,9 +108,8 @@ def generate(
     prompt = _prompt(text, prompt)
     sampling = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p, "--seed": seed}
     sampling["--repetition-penalty"] = repetition_penalty
-    _check_search(
-        beams, sampling, {"--length-penalty": length_penalty, "--penalty-form": penalty_form}
-    )
+    search = {"--length-penalty": length_penalty, "--penalty-form": penalty_form}
+    _check_search(beams, sampling, search)
     # What a model of anyone wrote may steer a terminal; a file or a program gets it as it is.
     write = say if sys.stdout.isatty() else print
     write(

@@ -13,6 +13,7 @@ from xscale.checkpoint.load import read_state, unpadded_vocabulary_of
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.corpus.prepare import missing_files
+from xscale.data.samples.loader import Loader
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.distill.distill import distil
 from xscale.distill.distill_check import check_teacher_on_disk
@@ -94,7 +95,7 @@ def set_up(
         of_data = check_machine(settings, invalid=["run"]) if rank_info.is_rank0 else []
         raise ConfigError(problems + of_data)
     mesh = _mesh_of(settings, rank_info)
-    require_shared(Consensus(mesh.background), Path(settings.run.dir), "run.dir")
+    device, degrees = mesh.device, mesh.degrees
     adopt_tokenizer(settings, mesh)
     corpus = prepare_and_open_data(settings, rank_info, *data_of_run(settings), mesh)
     corpus = with_caller_samples(settings, corpus, samples)
@@ -106,9 +107,8 @@ def set_up(
     plan = _checked_plan(settings, model, specials, rank_info.world)
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
-    applied = padding_note(tokenizer) + attention_backends.sentences(
-        mesh.device, dropout=draws_dropout(model)
-    )
+    backends = attention_backends.sentences(device, dropout=draws_dropout(model))
+    applied = padding_note(tokenizer) + backends
     draw_weights = not resumes or not _has_checkpoint(settings, mesh)
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
     parameters = sharded_parameters(model)
@@ -118,7 +118,8 @@ def set_up(
     objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
     applied += lines
     engine = make_engine(settings, model, parameters, mesh)
-    held_out = corpus.validation
+    graphs = _graphs(settings, model, objective, engine, device)
+    repeats = degrees.tp * degrees.pp
     micro_batches = partial(
         make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding
     )
@@ -131,23 +132,23 @@ def set_up(
         parameters=parameters,
         applied=tuple(applied),
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
-        stepper=_stepper(settings, model, objective, engine, mesh),
+        stepper=Stepper(engine, objective, device, repeats=repeats, graphs=graphs),
         training=micro_batches(corpus.train),
-        validation=None if held_out is None else micro_batches(held_out),
-        eval_sequences=_eval_sequences(settings, held_out),
-        token_bytes=torch.from_numpy(tokenizer.byte_lengths()).to(mesh.device),
+        validation=None if corpus.validation is None else micro_batches(corpus.validation),
+        eval_sequences=_evaluation_sequences(settings, corpus.validation),
+        token_bytes=torch.from_numpy(tokenizer.byte_lengths()).to(device),
         model_size=counted,
         flops_per_sample=flops,
-        peak=peak_flops(mesh.device, plan.compute),
+        peak=peak_flops(device, plan.compute),
         has_weights=draw_weights,
     )
 
 
 def _mesh_of(settings: Settings, rank_info: RankInfo) -> Mesh:
-    """The device mesh of the run, after all ranks agree on its config. Collective."""
+    """The device mesh of the run, after all ranks agree on its config and see one run folder. Collective."""
     parallel = settings.parallel
     device = device_of(settings, rank_info)
-    return init_mesh(
+    mesh = init_mesh(
         rank_info,
         axes.resolve(parallel.mesh, rank_info.world),
         device,
@@ -155,6 +156,8 @@ def _mesh_of(settings: Settings, rank_info: RankInfo) -> Mesh:
         lambda: check_same_config(settings),
         parallel.io_timeout_seconds,
     )
+    require_shared(Consensus(mesh.background), Path(settings.run.dir), "run.dir")
+    return mesh
 
 
 def _checked_plan(
@@ -238,19 +241,11 @@ def make_engine(
     )
 
 
-def _stepper(
-    settings: Settings, model: nn.Module, objective: Objective, engine: Engine, mesh: Mesh
-) -> Stepper:
-    graphs = _graphs(settings, model, objective, engine, mesh.device)
-    repeats = mesh.degrees.tp * mesh.degrees.pp
-    return Stepper(engine, objective, mesh.device, repeats=repeats, graphs=graphs)
-
-
-def _eval_sequences(settings: Settings, held_out: Any) -> int:
-    """Sequences of an evaluation; 0 where no text is held out."""
-    if held_out is None:
+def _evaluation_sequences(settings: Settings, validation: Loader | None) -> int:
+    """Sequences of an evaluation; 0 without a validation split."""
+    if validation is None:
         return 0
-    return evaluation_sequences(len(held_out.data), settings.train.eval_sequences)
+    return evaluation_sequences(len(validation.data), settings.train.eval_sequences)
 
 
 def _graphs(
