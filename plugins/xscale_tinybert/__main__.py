@@ -5,9 +5,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from xscale.cli.complete import complete_run
 from xscale.cli.main import main
-from xscale.cli.options import CommandWithSettings, ConfigFile, Overrides, Plugins, data_config
+from xscale.cli.terminal.complete import complete_run
+from xscale.cli.terminal.options import (
+    CommandWithSettings,
+    ConfigFile,
+    Overrides,
+    Plugins,
+    data_config,
+)
 from xscale.core.errors import ConfigError
 from xscale.core.paths import path
 

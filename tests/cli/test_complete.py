@@ -12,8 +12,14 @@ from typing import Any
 
 import pytest
 
-from xscale.cli.complete import complete_key, complete_override, complete_part_or_recipe, complete_recipe, complete_run
 from xscale.cli.main import app, main
+from xscale.cli.terminal.complete import (
+    complete_key,
+    complete_override,
+    complete_part_or_recipe,
+    complete_recipe,
+    complete_run,
+)
 from xscale.optim.optimizer.optimizer import OPTIMIZERS
 from xscale_launch.main import verbs
 

@@ -47,7 +47,7 @@ def test_a_reader_that_leaves_is_no_fault_with_and_without_a_buffer(unbuffered: 
 
 def test_a_file_never_gets_the_number_of_a_closed_stream() -> None:
     program = (
-        "import os, sys\nfrom xscale.cli.streams import open_closed_streams\nopen_closed_streams()\n"
+        "import os, sys\nfrom xscale.cli.terminal.streams import open_closed_streams\nopen_closed_streams()\n"
         "number = os.open('/dev/null', os.O_RDONLY)\nprint('printed')\nsys.exit(0 if number > 2 else 1)"
     )
     done = shell(f'{sys.executable} -c "{program}" <&- >&- 2>&-')

@@ -126,8 +126,8 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/commands/show/recipe_file.py: os.link": OF_PACKAGE,
         "xscale/conformance/tokenizer.py: .read_text": OF_PACKAGE,
         "xscale/core/config.py: .read_text": OF_PACKAGE,
-        "xscale/cli/streams.py: os.open": OF_PACKAGE,
-        "xscale/cli/streams.py: open": OF_PACKAGE,
+        "xscale/cli/terminal/streams.py: os.open": OF_PACKAGE,
+        "xscale/cli/terminal/streams.py: open": OF_PACKAGE,
         "launch/xscale_launch/snapshot.py: shutil.copytree": OF_PACKAGE,
         "launch/xscale_launch/snapshot.py: shutil.copy2": OF_PACKAGE,
         "plugins/xscale_tinybert/resumable_file.py: .open": CORPUS,
@@ -173,8 +173,8 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/data/parallel_map.py: sys.modules": "a worker must not run the user's script again; set back at once",
         "xscale/cli/main.py: warnings.showwarning": "the interpreter's only way to show a warning otherwise; put back "
         "when the command ends",
-        "xscale/cli/streams.py: sys.stdout": "None where a daemon closed it, and every print would be a traceback",
-        "xscale/cli/streams.py: sys.stderr": "None where a daemon closed it, and a warning would be a traceback",
+        "xscale/cli/terminal/streams.py: sys.stdout": "None where a daemon closed it: every print would be a traceback",
+        "xscale/cli/terminal/streams.py: sys.stderr": "None where a daemon closed it: a warning would be a traceback",
         "xscale/mesh/environment.py: os.environ": f"{DEEPSPEED}: a variable says on what it computes",
         "xscale/parallel/engine/deepspeed/engine.py: deepspeed.ops.__compatible_ops__": f"{DEEPSPEED}: what to build",
         "xscale/parallel/compiled_blocks.py: torch_private.dynamo_config.recompile_limit": "torch.compile of the "

@@ -50,7 +50,7 @@ def end_by(how):
 
 def start():
     from xscale.cli.main import main
-    from xscale.cli.options import rank_from_launcher
+    from xscale.cli.terminal.options import rank_from_launcher
     rank_from_launcher()
     slow_down()
     if os.environ["HOW"] != "done":

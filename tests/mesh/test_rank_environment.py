@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.ports import free_ports
 from xscale.cli.main import main
-from xscale.cli.options import rank_from_launcher as start_as_rank
+from xscale.cli.terminal.options import rank_from_launcher as start_as_rank
 from xscale.core.errors import EXIT_USER, ConfigError, FaultError
 from xscale.mesh import rendezvous
 from xscale.mesh.environment import (

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.complete import complete_recipe, complete_run, one_of
-from xscale.cli.group import Group
-from xscale.cli.options import (
+from xscale.cli.terminal.complete import complete_recipe, complete_run, one_of
+from xscale.cli.terminal.group import Group
+from xscale.cli.terminal.options import (
     CheckpointFolder,
     CommandWithSettings,
     Ema,

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.complete import complete_recipe
-from xscale.cli.group import Group
-from xscale.cli.options import (
+from xscale.cli.terminal.complete import complete_recipe
+from xscale.cli.terminal.group import Group
+from xscale.cli.terminal.options import (
     CommandWithSettings,
     ConfigFile,
     Json,

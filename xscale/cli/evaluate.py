@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from xscale.cli.options import (
+from xscale.cli.terminal.options import (
     Ema,
     Json,
     LengthPenalty,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from xscale.cli.options import (
+from xscale.cli.terminal.options import (
     Ema,
     LengthPenalty,
     PenaltyForm,

@@ -14,17 +14,22 @@ import typer
 
 from xscale.cli.bench import bench_app
 from xscale.cli.checkpoint import checkpoint_app
-from xscale.cli.complete import LauncherCommand, complete_doctor, complete_launch, of_option
 from xscale.cli.data import data_app
 from xscale.cli.evaluate import evaluate
 from xscale.cli.generate import generate
-from xscale.cli.group import Group
-from xscale.cli.options import CommandWithSettings
 from xscale.cli.plan import plan
 from xscale.cli.plot import plot_app
 from xscale.cli.recipes import check_part, explain, init, list_parts
 from xscale.cli.runs import compare, ladder, report
-from xscale.cli.streams import check_arguments, flush_output, open_closed_streams
+from xscale.cli.terminal.complete import (
+    LauncherCommand,
+    complete_doctor,
+    complete_launch,
+    of_option,
+)
+from xscale.cli.terminal.group import Group
+from xscale.cli.terminal.options import CommandWithSettings
+from xscale.cli.terminal.streams import check_arguments, flush_output, open_closed_streams
 from xscale.cli.train import train
 from xscale.core.errors import (
     EXIT_FAULT,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.complete import one_of
-from xscale.cli.options import ConfigFile, Json, Overrides
+from xscale.cli.terminal.complete import one_of
+from xscale.cli.terminal.options import ConfigFile, Json, Overrides
 from xscale.core.errors import ConfigError
 from xscale.core.paths import path
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.complete import complete_pattern_or_recipe
-from xscale.cli.group import Group
+from xscale.cli.terminal.complete import complete_pattern_or_recipe
+from xscale.cli.terminal.group import Group
 from xscale.core.paths import path, path_or_pattern
 
 plot_app = typer.Typer(cls=Group, help="Plot attention patterns.", no_args_is_help=True)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.complete import complete_key, complete_part_or_recipe, complete_recipe
-from xscale.cli.options import Json, Overrides
+from xscale.cli.terminal.complete import complete_key, complete_part_or_recipe, complete_recipe
+from xscale.cli.terminal.options import Json, Overrides
 from xscale.core.paths import path, path_or_pattern
 
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.complete import complete_run
-from xscale.cli.options import ComparisonFile, Json, LadderFile, Overrides
+from xscale.cli.terminal.complete import complete_run
+from xscale.cli.terminal.options import ComparisonFile, Json, LadderFile, Overrides
 from xscale.core.paths import path, path_or_pattern
 from xscale.core.say import say
 

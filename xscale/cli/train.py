@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xscale.cli.options import ConfigFile, Overrides, rank_from_launcher, read_config
+from xscale.cli.terminal.options import ConfigFile, Overrides, rank_from_launcher, read_config
 from xscale.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from xscale.cli.bench.runs import bench_checkpoint, bench_memory, bench_train
-from xscale.cli.complete import one_of
-from xscale.cli.group import Group
-from xscale.cli.options import CommandWithSettings, Json, Record
+from xscale.cli.terminal.complete import one_of
+from xscale.cli.terminal.group import Group
+from xscale.cli.terminal.options import CommandWithSettings, Json, Record
 from xscale.core.errors import ConfigError
 from xscale.core.paths import path
 

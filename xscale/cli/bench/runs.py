@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.complete import complete_recipe
-from xscale.cli.options import ConfigFile, Json, Overrides, read_config, readable
+from xscale.cli.terminal.complete import complete_recipe
+from xscale.cli.terminal.options import ConfigFile, Json, Overrides, read_config, readable
 from xscale.core.errors import ConfigError
 from xscale.core.paths import path
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, overload
 import typer
 from typer.core import TyperCommand
 
-from xscale.cli.complete import complete_override, complete_recipe, complete_run
+from xscale.cli.terminal.complete import complete_override, complete_recipe, complete_run
 from xscale.commands.show.recipes import RUNS, config_file
 from xscale.core.compose import Composed, compose, parse_file
 from xscale.core.errors import ConfigError, near_name

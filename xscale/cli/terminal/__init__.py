@@ -1,0 +1,1 @@
+"""The terminal: streams, completion, and the groups and options that commands have in common."""
