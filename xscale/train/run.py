@@ -12,6 +12,7 @@ from typing import Any
 from xscale.checkpoint.async_saver import AsyncSaver
 from xscale.checkpoint.files import RunLock
 from xscale.core.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, FaultError, Problem
+from xscale.core.say import say_aside
 from xscale.data.corpus.stored_tokenizer import store_tokenizer
 from xscale.distill.teacher_source import teacher_run
 from xscale.evaluate.evaluate import capacity_notes, order2_baseline
@@ -118,11 +119,7 @@ def _train_teacher(settings: Settings, rank_info: RankInfo, stop: StopSignal, be
         check_finished(settings, folder, step)
         return EXIT_DONE
     if rank_info.is_rank0:
-        print(
-            f"xscale: training the teacher in {folder} first (distill.train_teacher)",
-            file=sys.stderr,
-            flush=True,
-        )
+        say_aside(f"xscale: training the teacher in {folder} first (distill.train_teacher)")
     return _train(settings, rank_info, stop, began)
 
 
@@ -252,8 +249,7 @@ def _run(
     # A rank that fails above must stop the run before anything is written.
     barrier(parts.mesh.background)
     Consensus(parts.mesh.background).on_rank0(folder, lambda: _write_begin(parts, folder, resumed))
-    if settings.observe.mlflow:
-        bound_mlflow_attempts()
+    bound_mlflow_attempts()
     observer: Observer = make_observers(settings.observe, folder) if is_rank0 else Observer()
     artifacts = CompileArtifacts(folder, parts.mesh, enabled=settings.parallel.compile)
     resumed.messages.extend(artifacts.load())
