@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from xscale.commands.show import catalogue, modes
+from xscale.commands.show import catalogue, find_modes
 from xscale.core import compose
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
@@ -68,7 +68,7 @@ def answer(id: str, objective: str) -> tuple[bool, str]:
     first = [own] if own in others or not others else []
     reason = ""
     for kind in dict.fromkeys((*first, *others)):
-        candidates = [data] if kind == own else modes.recipes_in(data, KINDS[kind])
+        candidates = [data] if kind == own else find_modes.recipes_in(data, KINDS[kind])
         for candidate in candidates:
             problems = problems_of(with_objective(candidate, objective))
             if not problems:

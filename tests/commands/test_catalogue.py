@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.conformance.made import ready
 from xscale.cli.main import main
-from xscale.commands.show import catalogue, list_parts, modes, recipes
+from xscale.commands.show import catalogue, find_modes, list_parts, modes, recipes
 from xscale.core import compose
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
@@ -80,7 +80,9 @@ def test_a_recipe_is_valid_and_headed_by_what_it_is(file: Path) -> None:
 
 @pytest.mark.long
 def test_the_rows_claim_the_modes_in_which_they_load() -> None:
-    assert modes.TABLE.read_text(encoding="utf-8") == modes.drawn(), "run: python -m xscale.commands.show.modes --write"
+    assert modes.TABLE.read_text(encoding="utf-8") == find_modes.drawn(), (
+        "run: python -m xscale.commands.show.find_modes --write"
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,9 +99,9 @@ def test_the_rows_claim_the_modes_in_which_they_load() -> None:
     ],
 )
 def test_a_mode_that_the_config_refuses_is_not_claimed(id: str, loads: list[str]) -> None:
-    assert modes.found(FOLDER / f"{id}.yaml") == loads
+    assert find_modes.found(FOLDER / f"{id}.yaml") == loads
     row = catalogue.row(id)
-    assert [mode for mode in modes.BASES if getattr(row, mode)] == loads
+    assert [mode for mode in find_modes.BASES if getattr(row, mode)] == loads
 
 
 def test_list_prints_an_object_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
