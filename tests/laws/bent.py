@@ -121,7 +121,7 @@ BENT: dict[str, dict[str, str]] = {
         "kernels/xscale_kernels/cuda_library.py: .open": OF_PACKAGE,
         "xscale/commands/json_schema.py: .write_text": OF_PACKAGE,
         "xscale/commands/show/catalogue.py: .read_text": OF_PACKAGE,
-        "xscale/commands/show/init_config.py: .read_text": OF_PACKAGE,
+        "xscale/commands/show/recipes.py: .read_text": OF_PACKAGE,
         "xscale/commands/show/init_config.py: .open": OF_PACKAGE,
         "xscale/commands/show/init_config.py: os.link": OF_PACKAGE,
         "xscale/conformance/tokenizer.py: .read_text": OF_PACKAGE,
