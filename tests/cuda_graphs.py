@@ -50,7 +50,7 @@ class FakeGraph:
 
 
 class Captures:
-    """What was captured, and how often it was replayed."""
+    """Graphs that were captured, and how often each was replayed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.graphs: list[FakeGraph] = []

@@ -1,4 +1,4 @@
-"""What stands in the place of a folder is removed without opening it, and what it names stays."""
+"""An entry in the place of a folder is removed without opening it, and the file that it names stays."""
 
 from collections.abc import Callable
 from pathlib import Path

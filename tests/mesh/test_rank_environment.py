@@ -143,7 +143,7 @@ def test_the_program_refuses_ranks_without_a_place_to_meet(
 def test_a_server_of_mlflow_that_does_not_answer_holds_no_step_for_minutes(
     said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the environment says stays."""
+    """A value of the environment stays."""
     names = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
     for name in names:
         # Set first, so that what is set in between is taken away behind it.

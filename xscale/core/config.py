@@ -12,8 +12,8 @@ import pydantic
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from xscale.core.config_problems import PartFamily, problems_of_faults
 from xscale.core.errors import ConfigError, nearest
+from xscale.core.key_words.config_problems import PartFamily, problems_of_faults
 from xscale.core.key_words.renamed import rename_old_keys
 
 ConfigT = TypeVar("ConfigT", bound="Config")

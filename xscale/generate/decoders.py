@@ -1,4 +1,4 @@
-"""What computes the next logits of a generation: over caches that grow, over static caches, or over no cache at all."""
+"""Decoders, which compute the next logits of a generation: over caches that grow, over static caches, or over no cache at all."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -239,16 +239,16 @@ def make_decoder(
         decoding.decoder.restart()
         return decoding.decoder
     decoding.check()
-    asked = decoding.cache == "static" or decoding.compile
+    must_be_static = decoding.cache == "static" or decoding.compile
     growing = GrowingDecoder(model, source, policy, prefix=prefix, device=device)
-    if not asked and (decoding.cache == "growing" or device.type != "cuda"):
+    if not must_be_static and (decoding.cache == "growing" or device.type != "cuda"):
         return growing
     reasons = list(_why_growing(model, policy, device))
     if reasons:
         listed = "; ".join(reasons[:LISTED_PARTS])
         if len(reasons) > LISTED_PARTS:
             listed += f"; and {len(reasons) - LISTED_PARTS} more"
-        if asked:
+        if must_be_static:
             option = "--compile" if decoding.compile else "--cache"
             fix = "Take --cache growing, without --compile."
             raise ConfigError(option, f"no static step: {listed}", fix)

@@ -109,7 +109,7 @@ def _objective(settings: Settings, tokenizer: Tokenizer) -> Objective:
 def _written_at_once(
     loaded: LoadedRun, source: Tensor | None, objective: Disco, tokens: int
 ) -> str:
-    """What a model that writes all tokens at once makes of the source."""
+    """Write all tokens of the target at once."""
     assert source is not None, "it is for models with a source"
     longest = min(tokens, loaded.settings.data.target_length)
     ids = decode_in_parallel(loaded.model, source, objective, longest)

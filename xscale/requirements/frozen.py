@@ -93,8 +93,8 @@ def _check_lora(model: nn.Module, config: LoraConfig, mesh: MeshConfig) -> list[
         )
     for index, pattern in enumerate(config.match):
         where, paths = f"lora.match.{index}", lora_paths(model, pattern)
-        others = [other for other in config.match if other != pattern]
-        without = take(others, key="lora.match")
+        patterns = [other for other in config.match if other != pattern]
+        without = take(patterns, key="lora.match")
         if not paths:
             what = f"no linear map has a path that matches '{pattern}'"
             nearest = take(*nearest_patterns(pattern, maps))

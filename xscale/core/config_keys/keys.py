@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xscale.core.config import RENAMED_MARK
-from xscale.core.config_problems import BOUND_SIGNS
 from xscale.core.files.file_safety import decode_json, read_regular
+from xscale.core.key_words.config_problems import BOUND_SIGNS
 from xscale.core.key_words.others_words import meant_by
 
 FAMILY = "#/$defs/family "

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from xscale.core.config import FAMILY_MARK, RENAMED_MARK, Config, Slot
-from xscale.core.config_problems import PartFamily
+from xscale.core.key_words.config_problems import PartFamily
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

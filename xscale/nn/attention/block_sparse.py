@@ -93,7 +93,7 @@ class BlockSparse(Core):
             self.declare_sinks(heads)
         self._layouts: dict[tuple[Grid, torch.device], BlockLayout | None] = {}
         self._shown: dict[int, ShownKeys] = {}
-        """Of caches of a fixed capacity, by it: a step of generation computes no layout."""
+        """Keys by the capacity of a static cache, so that a step of generation computes no layout."""
         self._plans: dict[tuple[Grid, torch.device, bool], tuple[BlockPlan, TokenMasks]] = {}
 
     @classmethod

@@ -85,9 +85,9 @@ class GuidedAttention(Attention):
             ids = getattr(config, f"{pattern}_ids")
             where = f"{path}.{pattern}_ids"
             if pattern in config.patterns and not ids:
-                others = [other for other in config.patterns if other != pattern]
+                with_ids = [other for other in config.patterns if other != pattern]
                 what, fix = f"the pattern '{pattern}' has no token ids", "Or give the tokenizer's."
-                without = take(others, key=f"{path}.patterns")
+                without = take(with_ids, key=f"{path}.patterns")
                 problems.append(Problem(where, what, fix, choices=without))
             if bad := [index for index in ids if index >= dims.vocabulary]:
                 what = (

@@ -46,12 +46,12 @@ def check(config: PrecisionConfig, path: str) -> list[Problem]:
             return []
         what = f"{config.compute} has the range of float32, and its loss is not scaled"
         default = LossScaleConfig()
-        given = [
+        changed = [
             key
             for key in LossScaleConfig.model_fields
             if getattr(scaling, key) != getattr(default, key)
         ]
-        without = change(*[(f"{where}.{key}", getattr(default, key)) for key in given])
+        without = change(*[(f"{where}.{key}", getattr(default, key)) for key in changed])
         choices = without + take("float16", key=f"{path}.compute")
         return [Problem(where, what, choices=choices)]
     for key in ("initial", "minimum"):
