@@ -1,4 +1,4 @@
-"""Decoders, which compute the next logits of a generation: over caches that grow, over static caches, or over no cache at all."""
+"""Decoders, which compute the next logits of a generation: over growing caches, static caches, or no cache."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

@@ -1,9 +1,9 @@
 """Liu et al. 2021 (aMLP), section 4.3: one small head of attention beside a spatial gating unit."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.synthesizer import ValueCache
@@ -28,11 +28,11 @@ class TinyAttention(Module):
             cached = cache.append(torch.cat((k, v), -1)[:, None])[:, 0]
             k, v = torch.split(cached, self.width, -1)
         queries, keys = q.shape[1], k.shape[1]
-        seen = None
+        hidden = None
         if self.causal:
-            seen = torch.ones(queries, keys, dtype=torch.bool, device=x.device)
-            seen = seen.tril(keys - queries)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            later = torch.ones(queries, keys, dtype=torch.bool, device=x.device)
+            hidden = later.triu(keys - queries + 1)[None, None]
+        mixed = dense_attention(q[:, None], k[:, None], v[:, None], hidden)[:, 0]
         out: Tensor = self.out(mixed)
         return out
 
