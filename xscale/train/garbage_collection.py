@@ -17,7 +17,8 @@ class GarbageCollection:
     """
 
     def __init__(self, every_steps: int) -> None:
-        self._every, self._was_enabled, self._freezes = every_steps, True, True
+        self._every = every_steps
+        self._was_enabled = self._freezes = True
 
     def __enter__(self) -> "GarbageCollection":
         if self._every:

@@ -212,8 +212,10 @@ def incremental_is_parallel(case: Case, chunks: list[int]) -> None:
 def static_is_incremental(case: Case) -> None:
     """Steps over a cache of a fixed capacity compute what those over a cache that grows do, in the same memory."""
     assert case[0].traits.static_decode
-    part, length, capacity = built(case), 24, 70
-    part.path, x, around = "mixer", drawn(2, length + 9, WIDTH), tokens(length + 9)
+    part = built(case)
+    length, capacity = 24, 70
+    part.path = "mixer"
+    x, around = drawn(2, length + 9, WIDTH), tokens(length + 9)
     growing: dict[str, Any] = {}
     static: dict[str, Any] = {CAPACITY: capacity}
     kept: list[tuple[int, int]] = []
