@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.convert.hf.models import SECTIONS, checkpoint
 from xscale.convert.hf import tokenizer as files
@@ -16,6 +17,7 @@ from xscale.core.config import decode
 from xscale.data.config import DataConfig
 from xscale.data.corpus.prepared import open_tokenizer
 from xscale.data.corpus.train_tokenizer import train_tokenizer
+from xscale.data.tokenizer.huggingface import HuggingFace
 
 SAMPLE = """def grüße(name: str) -> str:
     \"\"\"Return a greeting, such as "Hallo Köln" (漢字 work too).\"\"\"
@@ -110,3 +112,29 @@ def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     assert said[0].startswith("tokenizer: not exported, because it was not found: nowhere")
     assert not list((tmp_path / "out").glob("*token*"))
     assert restore_tokenizer(tmp_path / "out", tmp_path) is None
+
+
+UNKNOWN: dict[str, Any] = {
+    "WordPiece": lambda table: models.WordPiece(table, unk_token="[UNK]"),
+    "WordLevel": lambda table: models.WordLevel(table, unk_token="[UNK]"),
+    "BPE": lambda table: models.BPE(table, [], unk_token="[UNK]"),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_the_unknown_token_of_a_foreign_file_is_exported(kind: str, tmp_path: Path) -> None:
+    """It is in the file's model, and `transformers` knows it by the files beside."""
+    import transformers
+
+    made = Tokenizer(UNKNOWN[kind]({"[UNK]": 0, "a": 1, "b": 2, "</s>": 3}))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
+    made.add_special_tokens(["[UNK]", "</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = HuggingFace.Config(file=str(tmp_path / "tokenizer.json"), vocabulary=None)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    assert export_tokenizer(HuggingFace(config, tmp_path), out)[0].startswith("tokenizer: 200 random texts")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(out))
+    assert (theirs.unk_token, theirs.unk_token_id) == ("[UNK]", 0)
+    assert theirs.encode("a z", add_special_tokens=False) == [1, 0]
