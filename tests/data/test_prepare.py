@@ -208,7 +208,7 @@ def test_nothing_is_kept_when_nothing_is_asked(tmp_path: Path) -> None:
 
 
 def test_one_document_cannot_be_split(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"1 document\(s\) cannot be split .* data\.validation to 0"):
+    with pytest.raises(ConfigError, match=r"1 document cannot be split .* data\.validation to 0"):
         quiet(text_config(tmp_path, documents=1, validation=0.01))
 
 

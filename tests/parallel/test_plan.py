@@ -60,7 +60,8 @@ def test_a_single_process_logs_only_its_parameters() -> None:
 def test_a_plan_checks_what_modules_need(axis: str) -> None:
     """A run that is loaded on other ranks, or read as a teacher, has no other check than that of its plan."""
     stack = {**MODELS["dense"]["stack"], "pooling": {"before": [1]}}
-    settings = asked({**MODELS["dense"], "kind": "encoder", "stack": stack}, {"mesh": {axis: 2}})
+    model = {**MODELS["dense"], "kind": "encoder", "stack": stack, "position": "alibi"}
+    settings = asked(model, {"mesh": {axis: 2}})
     problems = ParallelPlan(settings.parallel, settings.precision, LENGTH).check(build_on_meta(settings, VOCABULARY), 2)
     assert f"parallel.mesh.{axis}" in [problem.path for problem in problems]
 

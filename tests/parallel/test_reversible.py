@@ -157,9 +157,3 @@ def test_what_saves_or_splits_is_refused(parallel: dict[str, Any], ranks: int, s
     assert "parallel.recompute.reversible=false" in problem
     parallel = {**parallel, "recompute": {**parallel.get("recompute", {}), "reversible": False}}
     assert refused(decoder(depth=2), ranks, **parallel) == []
-
-
-def test_stages_of_an_encoder_decoder_are_refused() -> None:
-    (problem,) = refused(PAIR, 2, mesh={"pp": 2}, pipeline={"schedule": "1f1b"})
-    both = "model.encoder.block.residual.kind=pre, and so model.decoder.block.residual.kind"
-    assert problem.endswith(f"Take 1, or {both}.")

@@ -343,7 +343,7 @@ def test_refusals(tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) 
     named = {"tasks": {"names": ["choose"]}}
     encoder = recipe(tmp_path, model={**MODEL, "kind": "encoder"}, objective={"kind": "masked"}, train=named)
     assert [str(problem) for problem in encoder.check() if problem.path == "train.tasks.names"] == [
-        "train.tasks.names: the model 'encoder' is not causal: a token sees later ones. Use the run of a decoder."
+        "train.tasks.names: the model 'encoder' is not causal: a token sees later ones. Take []."
     ]
     monkeypatch.setattr("xscale.settings.scored_text.find_spec", lambda name: None)
     problems = [problem for problem in recipe(tmp_path, train=named).check() if problem.path == "train.tasks.names"]

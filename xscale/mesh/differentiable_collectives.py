@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xscale.mesh.collectives import all_gather, all_reduce, pad_to_multiple, reduce_scatter
+from xscale.mesh import collectives
+from xscale.mesh.collectives import pad_to_multiple
 
 
 class _AllToAll(torch.autograd.Function):
@@ -51,7 +52,7 @@ class _CopyIn(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        return all_reduce(gradient, context.group), None
+        return collectives.all_reduce(gradient, context.group), None
 
 
 def copy_in(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -63,7 +64,7 @@ def copy_in(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _SumOut(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, group: Any) -> Tensor:
-        return all_reduce(x, group)
+        return collectives.all_reduce(x, group)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
@@ -81,12 +82,14 @@ class _GatherIn(torch.autograd.Function):
     def forward(context: Any, x: Tensor, length: int, group: Any) -> Tensor:
         context.group = group
         # Contiguous, so that an operator that reads it as a matrix saves no copy.
-        return all_gather(x, 1, group).narrow(1, 0, length).contiguous()
+        return collectives.all_gather(x, 1, group).narrow(1, 0, length).contiguous()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
         return (
-            reduce_scatter(pad_to_multiple(gradient, 1, context.group.size()), 1, context.group),
+            collectives.reduce_scatter(
+                pad_to_multiple(gradient, 1, context.group.size()), 1, context.group
+            ),
             None,
             None,
         )
@@ -102,11 +105,11 @@ class _ScatterOut(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, group: Any) -> Tensor:
         context.length, context.group = x.shape[1], group
-        return reduce_scatter(pad_to_multiple(x, 1, group.size()), 1, group)
+        return collectives.reduce_scatter(pad_to_multiple(x, 1, group.size()), 1, group)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        return all_gather(gradient, 1, context.group).narrow(1, 0, context.length), None
+        return collectives.all_gather(gradient, 1, context.group).narrow(1, 0, context.length), None
 
 
 def scatter_out(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -129,7 +132,7 @@ class _SliceIn(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        return all_gather(gradient, 1, context.group).narrow(1, 0, context.length), None
+        return collectives.all_gather(gradient, 1, context.group).narrow(1, 0, context.length), None
 
 
 def slice_in(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -144,7 +147,7 @@ class _GatherOut(torch.autograd.Function):
         context.group = group
         context.size = x.shape[-1]
         context.shard_size = -(-length // group.size())
-        return all_gather(pad_to_multiple(x, -1, context.shard_size), -1, group).narrow(
+        return collectives.all_gather(pad_to_multiple(x, -1, context.shard_size), -1, group).narrow(
             -1, 0, length
         )
 

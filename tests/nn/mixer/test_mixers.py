@@ -70,7 +70,7 @@ def test_reformer_shares_queries_and_keys_unless_the_config_says_otherwise() -> 
     (problem,) = Attention.check(Attention.Config(heads=2, kv_heads=1, core=Reformer.Config()), about, "m")
     assert problem.path == "m.shared_qk"
     assert "reformer" in str(problem)
-    assert "shared_qk=false" in str(problem)
+    assert "Take false" in str(problem)
 
 
 def test_the_head_width_can_be_chosen() -> None:

@@ -45,7 +45,7 @@ def results(part: Core, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def off(outcome: list[Tensor], wanted: list[Tensor]) -> list[float]:
     """Relative distances."""
     return [
-        float((first - second).norm() / second.norm().clamp(min=1e-6))
+        float((first - second).norm() / second.norm().clamp(min=1e-3))
         for first, second in zip(outcome, wanted, strict=True)
     ]
 

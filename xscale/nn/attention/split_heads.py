@@ -34,7 +34,12 @@ ANY_CORE = ("position_dependent", "random", "running_stats")
 @CORES.register(
     "split_heads",
     traits=replace(
-        SCORES, position_dependent=True, prefix=False, cross=False, cost="2 * T * w * K"
+        SCORES,
+        position_dependent=True,
+        prefix=False,
+        cross=False,
+        static_decode=True,
+        cost="2 * T * w * K",
     ),
 )
 class SplitHeads(Core):
