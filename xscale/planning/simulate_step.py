@@ -334,6 +334,10 @@ def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:
             return None
         faked = tokens.map_tensors(fake.from_tensor, shared_values=SharedValues())
         share_document_runs(tokens, faked)
+        if tokens.any_padding() is not None:
+            # Parts that go without padding read on the host where samples end, which a fake tensor does not know.
+            lengths = tokens.sample_lengths()
+            faked.shared_values.get_or_compute("sample_lengths", lambda: lengths)
         return faked
 
     return Batch(put(batch.tokens), fake.from_tensor(batch.targets), put(batch.source))
