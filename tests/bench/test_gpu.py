@@ -69,6 +69,7 @@ def check_files(folder: Path) -> None:
     assert all(file.is_file() and file.stat().st_size < FILE_BYTES for file in files)
 
 
+@pytest.mark.long
 def test_the_command_ends_within_its_seconds_and_says_what_was_not_run(tmp_path: Path) -> None:
     """The second case hangs for longer than the whole command has."""
     begin = time.monotonic()

@@ -128,6 +128,7 @@ def machines(folder: Path, lost: int) -> None:
     assert memory(folder, machines=True).restore(held, 2)[0] is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [0, 2])
 def test_the_next_machine_has_it_too(pool: Pool, tmp_path: Path, lost: int) -> None:
     pool.run(machines, 3, tmp_path, lost)

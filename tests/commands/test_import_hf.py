@@ -34,6 +34,7 @@ def call(*words: object) -> tuple[int, str]:
     return found.exit_code, found.output
 
 
+@pytest.mark.long
 def test_out_and_in_again(tmp_path: Path) -> None:
     one = recipe(tmp_path, model=MODEL)
     assert run(one) == 0

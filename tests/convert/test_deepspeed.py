@@ -71,6 +71,7 @@ def theirs(folder: Path, vocabulary: int, stage: int) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 2])
 def test_out_through_deepspeed_and_in_again(stage: int, trained: Path, pool: Pool, tmp_path: Path) -> None:
     if not (trained / "exported").exists():

@@ -162,6 +162,7 @@ def seeds(first: int, last: int, *marks: Any) -> list[Any]:
     return [pytest.param(range(at, min(at + 10, last)), marks=marks, id=f"{at}-") for at in range(first, last, 10)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "chosen",
     [

@@ -37,6 +37,7 @@ def xscale(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config",
     [pytest.param("config.yaml", marks=pytest.mark.long), "run/config.yaml"],

@@ -16,6 +16,7 @@ def poisoned() -> None:
     """Filling new memory is work that only other tests want."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", [32768, 131072])
 def test_the_loss_without_logits_takes_less_than_a_quarter(words: int) -> None:
     hidden = torch.randn(512, 16, requires_grad=True)

@@ -232,6 +232,7 @@ def marks_of(case: str) -> pytest.MarkDecorator | tuple[()]:
     return pytest.mark.long if case in LONG else pytest.mark.nightly
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in CASES])
 def test_every_rank_has_the_right_status(
     tmp_path: Path, request: pytest.FixtureRequest, starter: Starter, case: str

@@ -142,6 +142,7 @@ def test_layouts_train_and_evaluate_as_one_process_does(name: str, tmp_path: Pat
     assert losses(tmp_path, name) == pytest.approx(losses(tmp_path, "single"), rel=1e-9)
 
 
+@pytest.mark.long
 def test_the_average_is_saved_and_evaluated_and_training_goes_on_from_y(tmp_path: Path) -> None:
     """A run that evaluates trains as one that does not; what it reports is the loss of the saved weights."""
     every = {"every_steps": 2, "keep_last": None}

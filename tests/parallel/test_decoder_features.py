@@ -50,6 +50,7 @@ UNTIED = {**decoder("sandwich"), "fix_norm": True, "tied": False}
 UNTIED["stack"]["block"]["norm"] = "scale"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [

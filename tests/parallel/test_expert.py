@@ -59,6 +59,7 @@ def every_router(ranks: int, kinds: list[str], wrong: bool = False) -> None:
             assert wanted.keys() == got.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_router(pool: Pool, ranks: int) -> None:
     pool.run(every_router, ranks, ranks, list(ROUTERS.names()))

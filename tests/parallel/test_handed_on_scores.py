@@ -31,6 +31,7 @@ BOTH = model({"kind": "prior_scores"}, kind="encoder_decoder")
 PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [

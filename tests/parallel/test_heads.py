@@ -82,6 +82,7 @@ def test_a_layout_has_the_numbers_of_one_process(mixer: str, pool: Pool) -> None
         same(pool, expected, 2, model(mixer), layout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mixer", ["adaptive_span", "disagreement", "branched_attention"])
 def test_sums_and_losses_of_heads_are_the_same_on_sharded_heads(mixer: str, pool: Pool) -> None:
     same(pool, alone(pool, model(mixer)), 2, model(mixer), {"mesh": {"tp": 2}})

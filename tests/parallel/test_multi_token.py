@@ -25,6 +25,7 @@ CONTEXT = {"mesh": {"cp": 2}}
 """A ring of zig-zag shards: the tokens ahead of a chunk's last ones are on the other rank."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [

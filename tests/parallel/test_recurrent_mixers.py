@@ -50,6 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 QUICK = ("sequence", "cp 4")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cross_documents", [False, True], ids=["documents", "one document"])
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=[] if layout in QUICK else [pytest.mark.long]) for layout in LAYOUTS]

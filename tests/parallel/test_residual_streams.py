@@ -71,6 +71,7 @@ PAIR_STREAMS = {**STREAMS, "reversible": {"kind": "reversible"}}
 STAGES: dict[str, list[int]] = {"in the encoder": [1, 4], "between the stacks": [2, 3], "in the decoder": [3, 2]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", PAIR_STREAMS)
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.sampled(5)

@@ -42,6 +42,7 @@ def test_a_recomputed_use_counts_once_in_the_statistics(pool: Pool) -> None:
     same(pool, expected, 1, EXPERTS, {"recompute": {"every": 2}}, steps=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [

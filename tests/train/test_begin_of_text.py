@@ -86,6 +86,7 @@ def run_of_before(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("copy", ["own", "none"])
 def test_a_run_of_before_keeps_its_data(copy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was trained without a begin, which its tokenizer's file has: it resumes, evaluates and generates so."""

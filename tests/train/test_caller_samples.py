@@ -51,6 +51,7 @@ def run(folder: Path, name: str, **train: Any) -> Recipe:
     return recipe(folder, name, train={"steps": 6, "batch_size": 8, "micro_batch_size": 4, "eval_every": 3, **train})
 
 
+@pytest.mark.long
 def test_samples_by_number_in_a_stream_and_resumed_are_one_run(tmp_path: Path) -> None:
     assert xscale.train(run(tmp_path, "numbered"), data=Numbered()) == 0
     wanted = losses(tmp_path / "numbered")
@@ -81,6 +82,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [("dp2", "tp2"), *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("pp2", "dp2"), ("dp2", "cp2")))],

@@ -88,6 +88,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "tp2" else pytest.mark.long) for name in LAYOUTS]
 )
@@ -152,6 +153,7 @@ def test_a_run_resumes_on_another_layout(tmp_path: Path, pool: Pool) -> None:
     assert all(torch.allclose(whole[name], moved[name], rtol=1e-9, atol=1e-10) for name in whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "now", "text"), [(None, DECAY, "null"), (DECAY, None, "0.75")])
 def test_a_run_keeps_its_average_or_its_lack_of_one(before: Any, now: Any, text: str, tmp_path: Path) -> None:
     """Another decay is a change like any, which the log tells."""

@@ -34,6 +34,7 @@ def call(*words: object) -> str:
     return found.output
 
 
+@pytest.mark.long
 def test_a_run_reports_its_exits_and_resumes_bitwise(tmp_path: Path) -> None:
     assert run(with_exits(tmp_path)) == EXIT_DONE
     assert run(with_exits(tmp_path, "parts", train={"stop_after": 2})) == EXIT_REQUEUE
@@ -60,6 +61,7 @@ def test_a_resumed_run_ends_the_losses_at_the_same_steps(tmp_path: Path) -> None
         assert whole[3][name] != going_on[3][name]
 
 
+@pytest.mark.long
 def test_the_second_stage_trains_the_exits_alone(tmp_path: Path) -> None:
     groups = [{"match": "*.exits.*", "since": 0.5}, {"match": "*", "until": 0.5}]
     asked: dict[str, Any] = {"exits": {"two_stage": 0.5}, "optimizer": {"kind": "adamw", "lr": 0.01, "groups": groups}}
@@ -107,6 +109,7 @@ def test_generation_uses_the_exits_unless_told_otherwise(tmp_path: Path) -> None
     assert call(*words) == call(*words, "--no-exits")
 
 
+@pytest.mark.long
 def test_what_has_no_exits_is_refused(tmp_path: Path) -> None:
     run(with_exits(tmp_path, exits={}, train={"steps": 1}))
     with pytest.raises(ConfigError, match="the model has no exits"):
@@ -170,6 +173,7 @@ def labelled(folder: Path, kind: str, **exits: Any) -> Any:
 CLASSES = ["even", "odd", "big"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", LABELLED)
 def test_examples_and_words_leave_at_exits(tmp_path: Path, kind: str) -> None:
     assert run(labelled(tmp_path, kind)) == EXIT_DONE

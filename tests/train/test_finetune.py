@@ -82,6 +82,7 @@ def test_a_run_learns_and_reports_its_metrics(tmp_path: Path) -> None:
     assert evaluation["majority_accuracy"] >= 1 / 3
 
 
+@pytest.mark.long
 def test_a_run_begins_with_the_weights_of_another(tmp_path: Path) -> None:
     assert pretrained(tmp_path) == EXIT_DONE
     start = {"init": {"from": str(tmp_path / "base")}, "train": {"steps": 4, "freeze": ["embed.*", "stack.*"]}}

@@ -27,6 +27,7 @@ def losses(folder: Path) -> list[float]:
     return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_a_run_takes_the_same_steps(compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = Captures(monkeypatch)

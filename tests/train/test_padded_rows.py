@@ -57,6 +57,7 @@ def problems_of(recipe: Recipe, name: str) -> list[Problem]:
         return list(error.problems)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(36)
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_row_trains_on_padded_samples_or_says_why_not(file: Path) -> None:

@@ -67,6 +67,7 @@ def train_letters(folder: Path, name: str, vocabulary: int | None, sections: dic
     return run(letters_recipe(folder, name, vocabulary, **sections))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_loss_is_that_of_the_tokens(case: str, tmp_path: Path) -> None:
     """Compare 23 tokens in 64 rows and in 23: ln 23 at the start, to which the initial weights add little."""

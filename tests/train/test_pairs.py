@@ -90,6 +90,7 @@ def test_beam_search_samples_nothing(tmp_path: Path) -> None:
         call("generate", tmp_path, "--penalty-form", "power")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parallel", [{}, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}], ids=["one", "zero3"])
 def test_a_run_resumes_bit_for_bit(tmp_path: Path, pool: Pool, parallel: dict[str, Any]) -> None:
     ranks = 2 if parallel else 1
@@ -146,6 +147,7 @@ def test_halting_leaves_padding_out(tmp_path: Path) -> None:
     assert problems_of(tmp_path, model={**MODEL, "encoder": stack}) == ""
 
 
+@pytest.mark.long
 def test_prepared_text_is_no_pairs(tmp_path: Path) -> None:
     text = recipe(tmp_path, "text", model=MODEL, objective={"kind": "span"}, train={"steps": 1, "eval_every": 0})
     assert run(text) == EXIT_DONE

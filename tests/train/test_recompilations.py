@@ -66,6 +66,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     return Graphs(monkeypatch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name == "dense" else pytest.param(name, marks=pytest.mark.long) for name in RUNS]
 )

@@ -116,6 +116,7 @@ def losses(folder: Path) -> list[float]:
     return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
 
 
+@pytest.mark.long
 def test_the_pass_runs_before_the_first_step_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = "initialised 2 residual gains by the first batch: 1.000 to "
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -118,6 +118,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("key", "section", "value", "consumed"),
     [("train.batch_size", "train", {**ON, "batch_size": 4}, 24), ("data.sequence_length", "data", 12, 64)],

@@ -33,6 +33,7 @@ def test_metrics_and_tensorboard_tell_how_even_the_load_is(tmp_path: Path) -> No
     assert "data:image/png" in page, "the heat map of the load over time"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("score", "logit"), [("sigmoid", -1e5), ("softmax", float("nan")), ("softmax", float("inf"))])
 def test_gates_that_are_zero_or_not_finite_skip_the_step_and_name_the_layer(
     tmp_path: Path, score: str, logit: float

@@ -192,6 +192,7 @@ def test_every_kind_of_work_has_a_case() -> None:
 QUICK = ("evaluation",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.long) for case in CASES]
 )
@@ -202,6 +203,7 @@ def test_on_one_process(whole: Whole, case: str) -> None:
     checked(whole(f"{CASES[case][0].__name__} on one", lives), case, lives)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case == "task" else pytest.mark.long) for case in CASES]
 )

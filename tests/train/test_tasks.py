@@ -291,6 +291,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "tp2" else pytest.mark.long) for name in LAYOUTS]
 )

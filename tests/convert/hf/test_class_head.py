@@ -44,6 +44,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
 
 
+@pytest.mark.long
 # The keys of the language-model head, which a classifier has not, change nothing.
 @pytest.mark.parametrize(
     "changes",
