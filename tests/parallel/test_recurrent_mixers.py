@@ -47,14 +47,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp 4": (4, {"mesh": {"cp": 4}, "context": {"style": "ring"}}),
     "cp 2 tp 2": (4, {"mesh": {"cp": 2, "tp": 2}, "zero": {"stage": 3}}),
 }
-QUICK = ("sequence", "cp 4")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("cross_documents", [False, True], ids=["documents", "one document"])
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[] if layout in QUICK else [pytest.mark.long]) for layout in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_trains_as_one_process(layout: str, cross_documents: bool, pool: Pool) -> None:
     """The sequence of 23 tokens is padded for cp; documents end within the ranks' shards and go on over their ends."""
     ranks, parallel = LAYOUTS[layout]

@@ -175,7 +175,7 @@ def test_a_part_that_replaces_its_state_is_found(monkeypatch: pytest.MonkeyPatch
 def test_the_log_says_how_it_decodes() -> None:
     lines: list[str] = []
     generate(model_of(MODELS["softmax"]), prompt_of(3), 2, end=-1, decoding=Decoding(cache="static", say=lines.append))
-    assert lines == ["static KV cache of 5 tokens; each step is static shapes"]
+    assert lines == ["static KV cache of 5 tokens; each step has the same shapes"]
 
 
 def test_a_step_may_be_computed_several_times() -> None:

@@ -254,9 +254,9 @@ def make_decoder(
             raise ConfigError(option, f"no static step: {listed}", fix)
         decoding.say(f"growing caches, no CUDA graph: {listed}")
         return growing
-    form = "a CUDA graph" if device.type == "cuda" else "static shapes"
+    form = "is a CUDA graph" if device.type == "cuda" else "has the same shapes"
     compiled = ", compiled" if decoding.compile else ""
-    decoding.say(f"static KV cache of {capacity} tokens; each step is {form}{compiled}")
+    decoding.say(f"static KV cache of {capacity} tokens; each step {form}{compiled}")
     return StaticDecoder(model, capacity, compiled=decoding.compile, source=source, prefix=prefix)
 
 

@@ -23,7 +23,7 @@ def format_plan(plan: Mapping[str, Any]) -> list[str]:
         f"model      {plan['parameters']:,} parameters, {active:,} active (vocabulary {plan['vocabulary']})",
         f"compute    {plan['flops_per_token'] / 1e6:,.1f} MFLOP per token, forward and backward",
         f"layout     {counted(plan['world'], 'rank')}: {degrees or 'one process'}",
-        f"step       {plan['tokens_per_step']:,} tokens, {plan['micro_batches_per_rank']} micro-batches per rank",
+        f"step       {plan['tokens_per_step']:,} tokens, {counted(plan['micro_batches_per_rank'], 'micro-batch')} per rank",
     ]
     if plan["pipeline"] is not None:
         stages = plan["pipeline"]
