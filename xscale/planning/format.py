@@ -19,11 +19,12 @@ def format_plan(plan: Mapping[str, Any]) -> list[str]:
     }
     degrees = " x ".join(f"{axis} {degree}" for axis, degree in over.items())
     active = plan["active_parameters"]
+    micro_batches = _micro_batches(plan["micro_batches_per_rank"])
     text = [
         f"model      {plan['parameters']:,} parameters, {active:,} active (vocabulary {plan['vocabulary']})",
         f"compute    {plan['flops_per_token'] / 1e6:,.1f} MFLOP per token, forward and backward",
         f"layout     {counted(plan['world'], 'rank')}: {degrees or 'one process'}",
-        f"step       {plan['tokens_per_step']:,} tokens, {counted(plan['micro_batches_per_rank'], 'micro-batch')} per rank",
+        f"step       {plan['tokens_per_step']:,} tokens, {micro_batches} per rank",
     ]
     if plan["pipeline"] is not None:
         stages = plan["pipeline"]
@@ -129,3 +130,7 @@ def _speed(plan: Mapping[str, Any]) -> list[str]:
 
 def _problems(entries: Sequence[Mapping[str, str]]) -> list[str]:
     return [f"problem    {entry['path']}: {entry['what']}. {entry['fix']}" for entry in entries]
+
+
+def _micro_batches(count: int) -> str:
+    return "1 micro-batch" if count == 1 else f"{count} micro-batches"
