@@ -8,6 +8,7 @@ from typing import Any
 import pydantic
 
 import xscale.data.source.files as files
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem, nearest
 from xscale.core.files.file_safety import decode_json
 from xscale.core.paths import PathText
@@ -33,7 +34,7 @@ class Jsonl(FileSource):
         hidden; links are followed, and each file is read once."""
         field: str = "text"
         """The key whose value is the document."""
-        longest: int = pydantic.Field(default=256 << 20, ge=1)
+        longest: PositiveInt = 256 << 20
         """Longest allowed line, in bytes."""
 
         @pydantic.field_validator("paths", mode="before")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import pydantic
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import nearest
 from xscale.core.paths import PathText
 from xscale.data.source.pairs import Bad, PairSource, Record
@@ -41,7 +42,7 @@ class Labelled(PairSource):
         """The key or column of a text that examples of one group share, such as the original of augmented
         examples: a group is in one split, which the hash of that text decides; null: the hash of the example's own text
         does."""
-        longest: int = pydantic.Field(default=16 << 20, ge=1)
+        longest: PositiveInt = 16 << 20
         """Longest allowed line, in bytes."""
 
         @pydantic.field_validator("paths", mode="before")

@@ -11,6 +11,7 @@ from typing import IO, Any, ClassVar, Literal
 import pydantic
 
 import xscale.data.source.files as files
+from xscale.core.config import PositiveInt
 from xscale.core.errors import ConfigError, Problem, nearest
 from xscale.core.files.file_safety import decode_json
 from xscale.core.paths import PathText
@@ -52,7 +53,7 @@ class PairSource(FileSource):
         """The key or column of the text that the model writes."""
         prefix: str = ""
         """Text that is put before each source and names the task, such as `summarize: ` (Raffel et al. 2020, T5)."""
-        longest: int = pydantic.Field(default=16 << 20, ge=1)
+        longest: PositiveInt = 16 << 20
         """Longest allowed line, in bytes."""
 
         @pydantic.field_validator("paths", mode="before")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pydantic
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.paths import PathText
 from xscale.data.source.columns import COLUMNAR_SUFFIXES, check_text, is_columnar, row_ranges, rows
@@ -29,7 +30,7 @@ class Parquet(FileSource):
         below it. Each row group of a .parquet file is read by one process."""
         field: str = "text"
         """The column whose value is the document."""
-        longest: int = pydantic.Field(default=256 << 20, ge=1)
+        longest: PositiveInt = 256 << 20
         """Longest allowed document, in bytes."""
 
         @pydantic.field_validator("paths", mode="before")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import pydantic
 
 import xscale.data.source.files as files
+from xscale.core.config import PositiveInt
 from xscale.core.paths import PathText
 from xscale.data.source.listing import find_files
 from xscale.data.source.source import (
@@ -32,7 +33,7 @@ class Text(FileSource):
         """Text between two documents when `document` is `separator`, such as `<|endoftext|>`."""
         endings: tuple[str, ...] = ()
         """Endings of the files to read in a folder, such as [.txt, .md]; empty: all files."""
-        longest: int = pydantic.Field(default=16 << 20, ge=1)
+        longest: PositiveInt = 16 << 20
         """Bytes. A longer file is split at line ends into several documents; any other longer document is an error."""
 
         @pydantic.field_validator("paths", "endings", mode="before")

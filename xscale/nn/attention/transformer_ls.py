@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks, with_neighbour_chunks
 from xscale.nn.attention.ops.dense import masked_softmax, repeat_kv, upcast
@@ -47,9 +47,9 @@ class TransformerLs(Core):
     class Config(Core.Config):
         renamed: ClassVar[dict[str, str]] = {"slots": "projection_rank"}
 
-        segment: int = Field(default=64, ge=1)
+        segment: PositiveInt = 64
         """w, tokens of a segment: a query sees its own segment and both neighbours (causal: the previous one)."""
-        projection_rank: int = Field(default=16, ge=1)
+        projection_rank: PositiveInt = 16
         """r, projected keys of the whole sequence (causal: of each segment)."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

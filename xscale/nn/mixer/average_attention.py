@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -28,7 +28,7 @@ from xscale.nn.tokens import Tokens
 )
 class AverageAttention(Mixer):
     class Config(Mixer.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """F, hidden width of the mixer's own feed-forward network; null: four times the model's width, as the paper."""
         bias: bool = True
         """Whether the feed-forward network and the gates have biases, as in the paper."""

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -41,9 +41,9 @@ from xscale.nn.tokens import Tokens
 )
 class AxialMixer(Mixer):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of each of the three attentions."""
-        width: int = Field(default=64, ge=1)
+        width: PositiveInt = 64
         """Tokens in a row of the grid."""
 
     refused_positions = RefusedPositions(

@@ -6,10 +6,10 @@ FFN_i(x) = max(0, x W_1,i + b_1,i) W_2,i + b_2,i. The block has no further feed-
 optimizer step kappa and alpha are projected onto the simplex.
 """
 
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.dims import Dims
@@ -88,7 +88,7 @@ class BranchFfns(Module):
 )
 class BranchedAttention(Attention):
     class Config(Attention.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """F, hidden units of each branch; null: 4 width / heads, so that all have together as many as a usual ffn."""
         activation: Activation = "relu"
         """The nonlinearity of the branches' feed-forward layers."""

@@ -9,11 +9,10 @@ Generation caches the keys of all heads once.
 from typing import Annotated, Any, ClassVar
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt, Slot
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
@@ -38,19 +37,19 @@ from xscale.nn.tokens import Tokens
 )
 class Collaborative(Attention):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads."""
-        shared_width: int | None = Field(default=None, ge=1)
+        shared_width: PositiveInt | None = None
         """Channels of queries and keys that all heads share; null: the width."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, channels of a head's values; null: width / heads."""
         core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
         """The attention core, q, k, v -> o."""
-        scale: float | None = Field(default=None, gt=0)
+        scale: PositiveFloat | None = None
         """Factor of the scores q k^T; null: 1 / sqrt(head_width)."""
         position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
         """Position encoding of this mixer; null: the model's."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
         @property

@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, PositiveInt, Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core
@@ -133,7 +133,7 @@ class Delight(Attention):
         """N_max, layers of the transformation in the last block."""
         width_factor: float = Field(default=2.0, ge=1)
         """w, widest layer of the first block's transformation, in widths."""
-        max_groups: int | None = Field(default=None, ge=1)
+        max_groups: PositiveInt | None = None
         """g_max, most groups of a layer, a power of two; null: width / 32, rounded down to one."""
         activation: Activation = "gelu"
         """The function after each group linear transform."""
@@ -143,7 +143,7 @@ class Delight(Attention):
         """Whether the projections of attention have biases."""
         position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
         """Position encoding of this mixer, which acts on its queries and keys or scores; null: the model's."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
         @property

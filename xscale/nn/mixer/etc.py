@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import NonNegativeInt, Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core
@@ -47,7 +46,7 @@ class EtcAttention(Attention):
         of l2l, l2g, g2g and g2l."""
         separate_output: bool = True
         """Whether global tokens have an output projection of their own, the authors' default."""
-        sentence_end: int | None = Field(default=None, ge=0)
+        sentence_end: NonNegativeInt | None = None
         """Token id that ends a sentence: a long token is linked to the global token with its sentence's number; null:
         by the core's segment_length."""
 

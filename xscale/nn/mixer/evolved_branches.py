@@ -12,11 +12,10 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, take
 from xscale.nn.dims import Dims
@@ -194,7 +193,7 @@ class EvolvedBranches(Mixer):
         """The norm of the branches' sum."""
         bias: bool = True
         """Whether the linear maps and the convolution over all channels have biases."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of each branch's output."""
 
     uses_position: ClassVar[bool] = False

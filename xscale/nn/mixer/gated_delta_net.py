@@ -11,10 +11,9 @@ value heads. The state of a value head is K x V. Training computes it by chunks 
 from typing import Annotated
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import PositiveFloat, PositiveInt, Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import must_divide, take
 from xscale.nn.attention.ops.delta_rule import CHUNK, DeltaRule
@@ -37,23 +36,23 @@ from xscale.nn.tokens import Tokens
 )
 class GatedDeltaNet(RecurrentMixer):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of the values, each with a state, a decay and a strength."""
-        key_heads: int | None = Field(default=None, ge=1)
+        key_heads: PositiveInt | None = None
         """Heads of queries and keys, each for heads / key_heads heads of values; null: as many as heads."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head's queries and keys; null: 3 / 4 * width / heads, rounded down."""
-        value_width: int | None = Field(default=None, ge=1)
+        value_width: PositiveInt | None = None
         """V, width of a head's values; null: twice that of its keys."""
-        convolution: int = Field(default=4, ge=1)
+        convolution: PositiveInt = 4
         """Tokens that the short causal convolution of queries, keys and values reads."""
-        min_step: float = Field(default=0.001, gt=0)
+        min_step: PositiveFloat = 0.001
         """Smallest initial step of the decay; the logarithms are uniform."""
-        max_step: float = Field(default=0.1, gt=0)
+        max_step: PositiveFloat = 0.1
         """Largest initial step of the decay."""
-        min_rate: float = Field(default=0.01, gt=0)
+        min_rate: PositiveFloat = 0.01
         """Smallest initial rate of decay r; they are uniform."""
-        max_rate: float = Field(default=16.0, gt=0)
+        max_rate: PositiveFloat = 16.0
         """Largest initial rate of decay."""
         norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config(eps=1e-5)
         """Norm of each head's output, before the gate."""

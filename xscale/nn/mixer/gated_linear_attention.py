@@ -11,10 +11,9 @@ by chunks whose pairs are split where no exponential overflows (`attention.ops.d
 from typing import Annotated
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import PositiveFloat, PositiveInt, Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import divisors, must_divide, take
 from xscale.nn.attention.ops.decayed_sums import CHUNK, ChannelDecayedSums
@@ -37,15 +36,15 @@ from xscale.nn.tokens import Tokens
 )
 class GatedLinearAttention(RecurrentMixer):
     class Config(Mixer.Config):
-        heads: int = Field(default=4, ge=1)
+        heads: PositiveInt = 4
         """H, heads, each with a state."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head's queries and keys; null: width / (2 * heads)."""
-        value_width: int | None = Field(default=None, ge=1)
+        value_width: PositiveInt | None = None
         """V, width of a head's values; null: width / heads."""
-        gate_latent_width: int = Field(default=16, ge=1)
+        gate_latent_width: PositiveInt = 16
         """Width of the latent of the map from a token to the decays of all channels."""
-        temperature: float = Field(default=16.0, gt=0)
+        temperature: PositiveFloat = 16.0
         """tau, by which the logarithm of the decay is divided; a larger one keeps longer."""
         norm: Annotated[Norm.Config, Slot(NORMS)] = Layer.Config()
         """Norm of each head's output, before the gate."""

@@ -7,12 +7,13 @@ token, weight 1 on the next token, the previous one or the first of the document
 all periods that the token sees. Rows for which there is no such token are left out.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import NonNegativeFloat, NonNegativeInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -24,7 +25,7 @@ from xscale.nn.mixer.mixer import MIXERS, MixerTraits
 from xscale.nn.tokens import Tokens
 
 Pattern = Literal["next", "previous", "first", "delimiter", "period"]
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = NonNegativeInt
 
 
 @MIXERS.register(
@@ -49,7 +50,7 @@ class GuidedAttention(Attention):
         """Token ids of the delimiters."""
         period_ids: tuple[TokenId, ...] = ()
         """Token ids of the periods."""
-        guidance_weight: float = Field(default=1.0, ge=0)
+        guidance_weight: NonNegativeFloat = 1.0
         """Lambda, weight of the loss, at the beginning of a run."""
         guidance_until: float | None = Field(default=None, gt=0, le=1)
         """Fraction of the run's steps after which the weight is 0: it falls linearly until then, as the paper's decays

@@ -14,7 +14,7 @@ On a CPU long sequences are computed in chunks that fit its cache.
 """
 
 import itertools
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import FractionBelowOne, PositiveInt
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
@@ -49,15 +50,13 @@ class LightweightConv(ValueMixer, LocalMixer):
     class Config(ValueMixer.Config):
         dynamic: bool = False
         """Whether each token predicts its kernels (DynamicConv); otherwise they are parameters (LightConv)."""
-        kernel_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-            default=(3, 7, 15, 31), min_length=1
-        )
+        kernel_sizes: tuple[PositiveInt, ...] = Field(default=(3, 7, 15, 31), min_length=1)
         """k, tokens that a kernel reads, by layer; the last one is that of all further layers."""
-        dilations: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), min_length=1)
+        dilations: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
         """Distance between the tokens that a kernel reads, by layer; the last one is that of all further layers."""
         glu: bool = True
         """Whether a gated linear unit precedes the convolution, as in the paper; otherwise a linear map does."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the normalised kernels' entries (DropConnect)."""
 
     seams: ClassVar[Seams] = {"sum_over_heads": Role.SUM_OVER_HEADS}

@@ -10,9 +10,9 @@ layer of the R-Transformer has it in front of attention and the feed-forward par
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.local_mixer import LocalMixer
@@ -30,7 +30,7 @@ class LocalRnn(LocalMixer):
         cell: Literal["gru", "lstm"] = "gru"
         """gru: gated recurrent unit (Cho et al. 2014); lstm: long short-term memory (Hochreiter and Schmidhuber
         1997)."""
-        window: int = Field(default=7, ge=1)
+        window: PositiveInt = 7
         """M, tokens of a window."""
 
     uses_position: ClassVar[bool] = False

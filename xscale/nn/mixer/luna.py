@@ -6,9 +6,9 @@ and the block adds P to Y_P, X to Y_X, and norms them. The core `luna` has the c
 """
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.dims import Dims
@@ -55,11 +55,11 @@ class NestedAttention(Module):
 )
 class LunaAttention(Mixer):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of both attentions."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head; null: width / heads."""
-        slots: int = Field(default=16, ge=1)
+        slots: PositiveInt = 16
         """l, length of the packed sequence: the first tokens, as many as the model's global_tokens."""
         bias: bool = False
         """Whether the projections have biases."""

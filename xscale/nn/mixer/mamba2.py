@@ -9,10 +9,10 @@ Heads are of x; B and C are shared by the heads of a group, as keys and queries 
 """
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeFloat, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_most, must_divide, take
 from xscale.nn.attention.ops.chunked_scan import CHUNK
@@ -41,25 +41,25 @@ class Mamba2(RecurrentMixer):
     skip: Parameter
 
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of x, each with a state."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """P, width of a head; null: 2 * width / heads, the paper's expansion by two."""
-        states: int = Field(default=128, ge=1)
+        states: PositiveInt = 128
         """N, states of each channel of a head."""
-        groups: int = Field(default=1, ge=1)
+        groups: PositiveInt = 1
         """Groups of heads, each with its own B and C, and its own norm before the output projection."""
-        convolution: int = Field(default=4, ge=1)
+        convolution: PositiveInt = 4
         """Tokens that the short causal convolution of x, B and C reads."""
-        min_step: float = Field(default=0.001, gt=0)
+        min_step: PositiveFloat = 0.001
         """Smallest initial step; the logarithms are uniform."""
-        max_step: float = Field(default=0.1, gt=0)
+        max_step: PositiveFloat = 0.1
         """Largest initial step."""
-        min_rate: float = Field(default=1.0, gt=0)
+        min_rate: PositiveFloat = 1.0
         """Smallest initial rate of decay a; they are uniform."""
-        max_rate: float = Field(default=16.0, gt=0)
+        max_rate: PositiveFloat = 16.0
         """Largest initial rate of decay."""
-        eps: float = Field(default=1e-5, ge=0)
+        eps: NonNegativeFloat = 1e-5
         """Added to the mean square in the norm before the output projection."""
         bias: bool = False
         """Whether the projections have biases."""

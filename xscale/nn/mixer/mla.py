@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt, Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_most
 from xscale.nn.attention.core import CORES, Core
@@ -47,27 +47,27 @@ from xscale.nn.tokens import Tokens
 )
 class Mla(Attention):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of queries, keys and values."""
-        kv_latent_width: int = Field(default=64, ge=1)
+        kv_latent_width: PositiveInt = 64
         """Width of the latent c of keys and values (`kv_lora_rank`)."""
-        query_latent_width: int | None = Field(default=None, ge=1)
+        query_latent_width: PositiveInt | None = None
         """Width of the latent c' of the queries (`q_lora_rank`); null: queries are projected from the input."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """Channels of a head's queries and keys that carry no position (`qk_nope_head_dim`); null: width / heads."""
         rope_width: int = Field(default=16, ge=2, multiple_of=2)
         """Channels of a head's queries and keys that the position encoding rotates (`qk_rope_head_dim`)."""
-        value_width: int | None = Field(default=None, ge=1)
+        value_width: PositiveInt | None = None
         """Channels of a head's values (`v_head_dim`); null: head_width."""
         core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
         """The attention core, q, k, v -> o."""
         norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
         """Norm of both latents."""
-        scale: float | None = Field(default=None, gt=0)
+        scale: PositiveFloat | None = None
         """Factor of the scores q k^T; null: 1 / sqrt(head_width + rope_width)."""
         position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
         """Position encoding of this mixer; null: the model's."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
         @property

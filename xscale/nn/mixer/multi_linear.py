@@ -18,10 +18,10 @@ Packed documents are computed one by one, each with the rows of W_o from its fir
 from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import Init
@@ -50,9 +50,9 @@ class MultiLinear(PositionalMixer):
     output: Parameter
 
     class Config(PositionalMixer.Config):
-        factors: int = Field(default=40, ge=1)
+        factors: PositiveInt = 40
         """R, columns of Q, K and V; the paper takes the width of one head."""
-        blocks: int = Field(default=2, ge=1)
+        blocks: PositiveInt = 2
         """h, core tensors."""
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -23,6 +23,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.dims import Dims, check_trained_length
@@ -41,7 +42,7 @@ class PositionalMixer(Mixer):
     """A mixer with weights for each of `length` positions."""
 
     class Config(Mixer.Config):
-        length: int | None = Field(default=None, ge=1)
+        length: PositiveInt | None = None
         """N, positions that have weights: the data's sequence length, which null stands for."""
 
     uses_position: ClassVar[bool] = False
@@ -75,7 +76,7 @@ class Gmlp(PositionalMixer):
         """Whether the weights depend on the distance of two positions alone; the paper finds that they become so."""
         bias: bool = True
         """Whether the two projections of channels have biases."""
-        attention: int | None = Field(default=None, ge=1)
+        attention: PositiveInt | None = None
         """A, width of a head of attention beside the map over the positions (aMLP); null: none. The paper: 64."""
 
     seams: ClassVar[Seams] = {"norm_all_heads": Role.NORM_OVER_HEADS}
@@ -172,7 +173,7 @@ class MlpMixer(PositionalMixer):
     down_bias: Parameter
 
     class Config(PositionalMixer.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """S', hidden width of the perceptron along the tokens; null: half of the model's width, as in the paper."""
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -8,9 +8,9 @@ which hand the scores on as they got them.
 
 from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import FractionBelowOne
 from xscale.nn.attention.ops.dense import masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
 from xscale.nn.dims import Dims
@@ -31,7 +31,7 @@ from xscale.nn.tokens import Tokens
 )
 class ReusedAttention(ValueMixer):
     class Config(ValueMixer.Config):
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights; the paper has none, as the layers share one map."""
 
     seams: ClassVar[Seams] = {"attend": Role.REUSED_ATTENTION}

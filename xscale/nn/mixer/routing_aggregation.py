@@ -15,10 +15,10 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import must_divide
 from xscale.nn.attention.ops.dense import upcast
@@ -44,11 +44,11 @@ class RoutingAggregation(Attention):
     class Config(Attention.Config):
         routing: Literal["dynamic", "em"] = "em"
         """How the votes are weighed."""
-        capsules: int | None = Field(default=None, ge=1)
+        capsules: PositiveInt | None = None
         """N, output capsules, which divide heads x head_width; null: as many as heads."""
-        iterations: int = Field(default=3, ge=1)
+        iterations: PositiveInt = 3
         """Rounds of routing."""
-        inverse_temperature: float = Field(default=1.0, gt=0)
+        inverse_temperature: PositiveFloat = 1.0
         """Lambda of EM routing."""
 
     mixes_heads: ClassVar[bool] = True

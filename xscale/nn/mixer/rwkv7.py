@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.nn.attention.ops.decayed_sums import CHUNK
 from xscale.nn.attention.ops.dense import upcast
@@ -52,18 +52,18 @@ class Rwkv7(RecurrentMixer):
     norm_bias: Parameter
 
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads, each with a state; a head is width / heads wide."""
-        decay_latent_width: int = Field(default=32, ge=1)
+        decay_latent_width: PositiveInt = 32
         """Width of the latent of the map to the decays."""
-        rate_latent_width: int = Field(default=32, ge=1)
+        rate_latent_width: PositiveInt = 32
         """Width of the latent of the map to the in-context learning rates a."""
-        gate_latent_width: int = Field(default=32, ge=1)
+        gate_latent_width: PositiveInt = 32
         """Width of the latent of the map to the output gate."""
-        value_latent_width: int | None = Field(default=32, ge=1)
+        value_latent_width: PositiveInt | None = 32
         """Width of the latent of the map to the weights by which the values of the first layer of the stack with this
         mixer are mixed into those of the later ones; null: they are not mixed."""
-        eps: float | None = Field(default=None, gt=0)
+        eps: PositiveFloat | None = None
         """Added to the variance in the norm of each head; null: 1e-5 * head width, as the authors' code."""
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import at_least, at_most, take
 from xscale.nn.attention.ops.dense import upcast
@@ -55,11 +56,11 @@ class S4(Mixer):
     class Config(Mixer.Config):
         states: int = Field(default=64, ge=2, multiple_of=2)
         """N, states of a channel."""
-        length: int | None = Field(default=None, ge=1)
+        length: PositiveInt | None = None
         """Tokens of the convolution kernel; null: the data's sequence length."""
-        min_step: float = Field(default=0.001, gt=0)
+        min_step: PositiveFloat = 0.001
         """Smallest initial discretisation step; the logarithms are uniform."""
-        max_step: float = Field(default=0.1, gt=0)
+        max_step: PositiveFloat = 0.1
         """Largest initial discretisation step."""
         bias: bool = True
         """Whether the linear map after the convolution has a bias."""

@@ -7,9 +7,9 @@ With the input e, h = e and s = mean(e) at first, each step computes, with the s
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
@@ -67,11 +67,11 @@ class StarTransformerLayers(Mixer):
     """
 
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of both attentions."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head; null: width / heads."""
-        steps: int = Field(default=2, ge=1)
+        steps: PositiveInt = 2
         """T, updates of the satellites and the relay, all with the same weights."""
 
     refused_positions = RefusedPositions(ACTS_INSIDE, "acts inside the attention of another mixer")

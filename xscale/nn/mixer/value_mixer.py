@@ -7,9 +7,9 @@ A subclass makes the weights A_h from positions, from parameters, or from each t
 
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -20,9 +20,9 @@ from xscale.nn.tokens import Tokens
 
 class ValueMixer(Mixer):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of the values."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head; null: width / heads."""
         bias: bool = False
         """Whether the projections of values and output have biases."""

@@ -27,6 +27,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeFloat
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Module
@@ -207,7 +208,7 @@ class SeveralStreams(ResidualStream):
         """n, the residual streams: the expansion rate."""
         placement: AddingPlacement = "pre"
         """The residual stream whose norms the sublayers have."""
-        initial_scale: float = Field(default=0.01, ge=0)
+        initial_scale: NonNegativeFloat = 0.01
         """Initial factor of what depends on the token in the weights of the streams."""
 
     sublayer = HyperConnected
