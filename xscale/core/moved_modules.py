@@ -1,6 +1,6 @@
-"""What moved: imports by the old name work for one version, with a warning that says the new one.
+"""Moved modules: imports by the old name work for one version, with a warning that says the new one.
 
-That holds for modules, and for classes and functions whose former module is still there.
+So do imports of classes and functions that moved, where the module that they left is still there.
 """
 
 import importlib

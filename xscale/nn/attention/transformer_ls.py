@@ -5,8 +5,6 @@ the projected keys in one softmax, each kind with its own layer norm. Causal: pr
 the window is the query's segment and the previous one.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,7 +43,7 @@ class TransformerLs(Core):
     gains: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"slots": "projection_rank"}
+        renamed = {"slots": "projection_rank"}
 
         segment: PositiveInt = 64
         """w, tokens of a segment: a query sees its own segment and both neighbours (causal: the previous one)."""
