@@ -1,8 +1,11 @@
 """A run folder from anybody whose texts would steer a terminal, forge lines or run in a page: they are shown."""
 
+import errno
 import json
 import shutil
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from tests.train.tiny import recipe, run
 from xscale.cli.main import main
 from xscale.core.compose import dump
 from xscale.core.config import encode
+from xscale.core.errors import ConfigError, FaultError, NoticeWarning
 from xscale.core.say import say, shown
 
 ESCAPE = "\x1b[2J\x1b]0;mine\x07\x9b31m\u202e"
@@ -108,6 +112,35 @@ def test_no_command_lets_a_run_folder_steer_a_terminal(
         assert "<script>alert" not in content
         assert "<img src=x" not in content
         assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(content)
+
+
+def refuse() -> None:
+    raise ConfigError(f"key{ESCAPE}", f"the value {ESCAPE} is wrong", f"Give another than {ESCAPE}.")
+
+
+def fail() -> None:
+    raise FaultError(f"/folder{ESCAPE}: damaged")
+
+
+def meet_a_full_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", f"/folder{ESCAPE}")
+
+
+def warn() -> None:
+    warnings.warn(NoticeWarning(f"the key {ESCAPE} is new"), stacklevel=1)
+    raise FaultError("ended")
+
+
+@pytest.mark.parametrize("act", [refuse, fail, meet_a_full_disk, warn], ids=lambda act: act.__name__)
+def test_no_error_or_warning_steers_a_terminal(
+    act: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["xscale"])
+    with pytest.raises(SystemExit):
+        main(act)
+    said = capsys.readouterr().err
+    assert shown(ESCAPE) in said
+    assert shown(said) == said
 
 
 @pytest.mark.parametrize(
