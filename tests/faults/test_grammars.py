@@ -21,7 +21,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.bounds import HangError, bounded, listing
+from tests.bounds import HangError, begin_peak, bounded, listing, peak_above
 from tests.convert.hf.test_hostile_models import good as good  # a fixture
 from tests.grammars import json_bytes, torn, yaml_text
 from xscale.checkpoint.load import CheckpointReader, read_config, read_state, restore
@@ -271,12 +271,6 @@ class Costs:
         return f"{ended}; at most {seconds:.2f} s (seed {slowest}) and {memory / 1e6:.0f} MB (seed {largest})"
 
 
-def resident(name: str) -> int:
-    """A figure of this process in /proc/self/status, in bytes: VmRSS now, VmHWM at its peak."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) << 10
-
-
 def check(case: Case, random: Random, folder: Path) -> Costs:
     """Run one case in a folder of its own, of which nothing outside may change; what it took."""
     room, outside = folder / "room", folder / "outside"
@@ -284,16 +278,14 @@ def check(case: Case, random: Random, folder: Path) -> Costs:
     room.mkdir(parents=True)
     outside.mkdir()
     (outside / "mine.txt").write_text("mine")
-    # The peak is counted from here on.
-    Path("/proc/self/clear_refs").write_text("5")
-    begin, memory = time.process_time(), resident("VmRSS")
+    begin, before = time.process_time(), begin_peak()
     with bounded():
         try:
             statuses = case(random, room) or Counter([EXIT_DONE])
         except ConfigError as error:
             one_line(error)
             statuses = Counter([EXIT_USER])
-    seconds, memory = time.process_time() - begin, resident("VmHWM") - memory
+    seconds, memory = time.process_time() - begin, peak_above(before)
     assert {path.name for path in folder.iterdir()} == {"room", "outside"}
     assert listing(outside) == {"mine.txt": ((outside / "mine.txt").stat().st_mode, b"mine")}
     return Costs(statuses, (seconds, 0), (memory, 0))
