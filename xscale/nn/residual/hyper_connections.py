@@ -15,9 +15,9 @@ identity for sublayer k, one weight of each kind for all streams, and layer norm
 
 Sinkhorn's iteration divides columns and rows by their sums in turn, so that R is doubly stochastic: a mean of the
 streams stays what it was. Its norm is of the root mean square of the vector. Both begin with n copies of the embeddings
-and end with the sum of the streams. Weight decay is for what depends on the token, the maps w, W and their factors s, and
-not for the static p_0, R_0, b_0 (Zhu et al., section 4, "Implementation"). Xie et al. (table 5) give one weight decay and
-no exceptions; here it is for the maps W, and DeepSeek-V4 (section 2.4) treats the biases and the factors a apart too.
+and end with the sum of the streams. Weight decay is for what depends on the token, the maps w, W and their factors s,
+and not for the static p_0, R_0, b_0 (Zhu et al., section 4, "Implementation"). Xie et al. (table 5) give one weight
+decay and no exceptions; here it is for the maps W, and DeepSeek-V4 (section 2.4) treats biases and factors a apart too.
 """
 
 import math
@@ -241,8 +241,8 @@ class SeveralStreams(ResidualStream):
     traits=ResidualTraits(hidden_states=False),
     deviations=(
         "The layer norm of the streams before their weights has no gain and no bias.",
-        "Weights that write into the streams are initialised as usual; the paper scales their standard deviation by the "
-        "square root of the number of streams.",
+        "Weights that write into the streams are initialised as usual; the paper scales their standard deviation by "
+        "the square root of the number of streams.",
     ),
 )
 class HyperConnections(SeveralStreams):
