@@ -14,7 +14,6 @@ import torch
 from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requirements
 from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.hf.layers import layer_blocks, layer_rules, rope_from_hf, rope_to_hf
-from xscale.convert.hf.llama_variant import KEYS
 from xscale.convert.mapping import (
     UNSTACKED,
     Tensors,
@@ -50,6 +49,14 @@ ROUTER_KEYS = {
     "topk_group": "topk_groups",
 }
 """Those of a router."""
+KEYS = {
+    "hidden_size": "width",
+    "num_hidden_layers": "stack.depth",
+    "rms_norm_eps": "stack.block.norm.eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tied",
+}
+"""Keys of a model with the same value, in both directions."""
 Version = Literal[2, 3]
 
 
