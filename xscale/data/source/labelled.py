@@ -10,7 +10,7 @@ import pydantic
 
 from xscale.core.config import PositiveInt
 from xscale.core.errors import nearest
-from xscale.core.paths import PathText
+from xscale.core.paths import PathTexts
 from xscale.data.source.pairs import Bad, PairSource, Record
 from xscale.data.source.source import SOURCES, FileSource, Labels, Source, SourceTraits
 
@@ -23,7 +23,7 @@ RESERVED_SCORE = -100.0
 )
 class Labelled(PairSource):
     class Config(FileSource.Config):
-        paths: tuple[PathText, ...] = ()
+        paths: PathTexts = ()
         """Files (.jsonl, .csv, .tsv, plain, .gz or .zst; .parquet, .arrow), folders and globs. A folder stands for
         every such file below it. The first row of a .csv or .tsv file names its columns. One process reads such a
         file."""
@@ -44,17 +44,6 @@ class Labelled(PairSource):
         does."""
         longest: PositiveInt = 16 << 20
         """Longest allowed line, in bytes."""
-
-        @pydantic.field_validator("paths", mode="before")
-        @classmethod
-        def _path_to_tuple(cls, value: Any) -> Any:
-            return (
-                (value,)
-                if isinstance(value, str)
-                else tuple(value)
-                if isinstance(value, list)
-                else value
-            )
 
         @pydantic.model_validator(mode="after")
         def _fields_and_classes(self) -> "Labelled.Config":

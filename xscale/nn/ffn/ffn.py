@@ -85,10 +85,8 @@ class Dense(Ffn):
         super().__init__()
         hidden = config.hidden or 4 * dims.width
         self.activation = activation(config.activation)
-        self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
-        self.down = Linear(
-            hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
-        )
+        self.up = Linear.from_width(dims, hidden, "ffn", bias=config.bias)
+        self.down = Linear.to_width(dims, hidden, "ffn", bias=config.bias)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         down: Tensor = self.down(self.activation(self.up(x)))
@@ -160,11 +158,9 @@ class Gated(Ffn):
         hidden = gated_hidden(config.hidden, dims.width)
         self.kind = config.gate
         self.limits = GateLimits(config.clamp_value, config.linear_offset)
-        self.gate = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
-        self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
-        self.down = Linear(
-            hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
-        )
+        self.gate = Linear.from_width(dims, hidden, "ffn", bias=config.bias)
+        self.up = Linear.from_width(dims, hidden, "ffn", bias=config.bias)
+        self.down = Linear.to_width(dims, hidden, "ffn", bias=config.bias)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         kernel = self.kernel_choices.get("gated_activation")

@@ -56,9 +56,7 @@ class ProductKeyMemory(Ffn):
         super().__init__()
         self.config = config
         half, subkeys = config.query_width // 2, config.subkeys
-        self.query = Linear(
-            dims.width, config.heads * config.query_width, ("state", "width"), dims.init
-        )
+        self.query = Linear.from_width(dims, config.heads * config.query_width, "state")
         key_init = Init(std=half**-0.5)
         self.declare(
             "keys", (2, config.heads, subkeys, half), ("state", "state", "state", "state"), key_init

@@ -64,11 +64,9 @@ class SparseFfn(Ffn):
         self.blocks = hidden // config.block_size
         """F / N, of all ranks."""
         controller = config.controller_width or max(1, dims.width // config.block_size)
-        self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
-        self.down = Linear(
-            hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
-        )
-        self.reduce = Linear(dims.width, controller, ("state", "width"), dims.init)
+        self.up = Linear.from_width(dims, hidden, "ffn", bias=config.bias)
+        self.down = Linear.to_width(dims, hidden, "ffn", bias=config.bias)
+        self.reduce = Linear.from_width(dims, controller, "state")
         self.control = Linear(controller, hidden, ("ffn", "state"), dims.init)
         # Generation reads single rows of it.
         self.up.read_by_rows = True

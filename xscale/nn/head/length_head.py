@@ -38,7 +38,7 @@ class LengthHead(Module):
     def __init__(self, config: LengthHeadConfig, dims: Dims) -> None:
         super().__init__()
         self.loss_weight = config.weight
-        self.classifier = Linear(dims.width, dims.length, ("state", "width"), dims.init, bias=True)
+        self.classifier = Linear.from_width(dims, dims.length, "state", bias=True)
         # A classifier is no map between hidden states, which optimizers of matrices update.
         self.classifier.linear_maps.clear()
 

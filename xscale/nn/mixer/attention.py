@@ -96,14 +96,14 @@ class Attention(AttentionChecks):
         self.core_separates_documents: bool = (
             CORES.of(config.core).part.traits_of(config.core).documents
         )
-        self.q = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias)
+        self.q = Linear.from_width(dims, inner, "heads", bias=config.bias)
         self.k: Linear | None = None
         self.shared_qk = self._shares_qk(config, dims)
         if not self.shared_qk:
-            self.k = Linear(dims.width, outer, ("kv_heads", "width"), dims.init, bias=config.bias)
-        self.v = Linear(dims.width, outer, ("kv_heads", "width"), dims.init, bias=config.bias)
+            self.k = Linear.from_width(dims, outer, "kv_heads", bias=config.bias)
+        self.v = Linear.from_width(dims, outer, "kv_heads", bias=config.bias)
         output_bias = config.bias if config.output_bias is None else config.output_bias
-        self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=output_bias)
+        self.o = Linear.to_width(dims, inner, "heads", bias=output_bias)
         norm, over_all = config.qk_norm, config.qk_norm_over == "heads"
         self.qk_norm_over = "head" if norm is None else config.qk_norm_over
         self.q_norm: Norm | None = (

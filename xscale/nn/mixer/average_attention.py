@@ -17,14 +17,14 @@ from xscale.core.config import PositiveInt
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "average_attention",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    traits=CAUSAL,
 )
 class AverageAttention(Mixer):
     class Config(Mixer.Config):

@@ -6,6 +6,8 @@ FFN_i(x) = max(0, x W_1,i + b_1,i) W_2,i + b_2,i. The block has no further feed-
 optimizer step kappa and alpha are projected onto the simplex.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -16,7 +18,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import Activation, activation
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.module import Module
 from xscale.nn.simplex import Simplex
 
@@ -80,7 +82,7 @@ class BranchFfns(Module):
 
 @MIXERS.register(
     "branched_attention",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, cross=True),
     deviations=(
         "kappa and alpha have the schedule of the other parameters up to a factor (`optimizer.groups`), which can also "
         "freeze them in the last steps, as the paper does; the paper's have a warm-up of their own.",

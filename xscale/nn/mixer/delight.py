@@ -32,7 +32,7 @@ from xscale.nn.ffn.ffn import Activation, activation
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer
 from xscale.nn.module import Module
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.tokens import Tokens
@@ -118,7 +118,7 @@ class Transformation(Module):
 
 @MIXERS.register(
     "delight",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "A group linear transform has an activation and no norm; the authors' code has a norm in each, and a "
         "dense layer before the first and after the last.",
@@ -176,9 +176,7 @@ class Delight(Attention):
         layers, factor = layers_and_width(config, dims.layer, dims.depth)
         sizes = group_sizes(layers, factor, dims.width, largest_groups(config, dims.width))
         self.transformation = Transformation(sizes, dims.width, config.activation)
-        self.o = Linear(
-            self.head_width, dims.width, ("width", "heads"), dims.residual_init, bias=config.bias
-        )
+        self.o = Linear.to_width(dims, self.head_width, "heads", bias=config.bias)
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:

@@ -22,7 +22,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.local_mixer import LocalMixer
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Layer, Norm
 from xscale.nn.tokens import Tokens
@@ -180,7 +180,7 @@ def widened(x: Tensor, width: int) -> Tensor:
 
 @MIXERS.register(
     "evolved_branches",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "Kernels of single channels start with variance 1/k; the paper does not say how they start.",
     ),

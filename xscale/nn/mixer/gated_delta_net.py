@@ -20,7 +20,7 @@ from xscale.nn.attention.ops.delta_rule import CHUNK, DeltaRule
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer, StepDecay, check_steps
 from xscale.nn.mixer.short_convolution import ShortConvolution
 from xscale.nn.norm.norm import NORMS, Norm, Rms
@@ -29,7 +29,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "gated_delta_net",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    traits=CAUSAL,
     deviations=(
         "The projections start as those of the model's other layers do, normal with the model's deviation.",
     ),
@@ -63,12 +63,12 @@ class GatedDeltaNet(RecurrentMixer):
         self.head_width = config.head_width or max(1, 3 * dims.width // (4 * config.heads))
         self.value_width = config.value_width or 2 * self.head_width
         keys, values = self.key_heads * self.head_width, self.heads * self.value_width
-        self.q = Linear(dims.width, keys, ("heads", "width"), dims.init)
-        self.k = Linear(dims.width, keys, ("heads", "width"), dims.init)
-        self.v = Linear(dims.width, values, ("heads", "width"), dims.init)
-        self.gate = Linear(dims.width, values, ("heads", "width"), dims.init)
-        self.step = Linear(dims.width, self.heads, ("heads", "width"), dims.init)
-        self.strength = Linear(dims.width, self.heads, ("heads", "width"), dims.init)
+        self.q = Linear.from_width(dims, keys, "heads")
+        self.k = Linear.from_width(dims, keys, "heads")
+        self.v = Linear.from_width(dims, values, "heads")
+        self.gate = Linear.from_width(dims, values, "heads")
+        self.step = Linear.from_width(dims, self.heads, "heads")
+        self.strength = Linear.from_width(dims, self.heads, "heads")
         self.q_convolution = ShortConvolution(keys, "heads", config.convolution)
         self.k_convolution = ShortConvolution(keys, "heads", config.convolution)
         self.v_convolution = ShortConvolution(values, "heads", config.convolution)
@@ -76,7 +76,7 @@ class GatedDeltaNet(RecurrentMixer):
             self.heads, (config.min_rate, config.max_rate), (config.min_step, config.max_step)
         )
         self.norm: Norm = NORMS.build(config.norm, self.value_width)
-        self.o = Linear(values, dims.width, ("width", "heads"), dims.residual_init)
+        self.o = Linear.to_width(dims, values, "heads")
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:

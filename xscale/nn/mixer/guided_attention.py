@@ -7,6 +7,7 @@ token, weight 1 on the next token, the previous one or the first of the document
 all periods that the token sees. Rows for which there is no such token are left out.
 """
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -21,7 +22,7 @@ from xscale.nn.attention.softmax import Softmax
 from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.tokens import Tokens
 
 Pattern = Literal["next", "previous", "first", "delimiter", "period"]
@@ -30,9 +31,7 @@ TokenId = NonNegativeInt
 
 @MIXERS.register(
     "guided_attention",
-    traits=MixerTraits(
-        causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True
-    ),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, prefix=True),
     deviations=(
         "The weight of the loss falls linearly with the steps (guidance_until), or is constant; that the paper's decay "
         "is linear is not verified.",

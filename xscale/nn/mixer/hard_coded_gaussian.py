@@ -19,7 +19,7 @@ from xscale.core.config import PositiveFloat
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.dims import Dims
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.tokens import Tokens
 
@@ -32,7 +32,7 @@ SHORTEST_BLOCK = 16
 
 @MIXERS.register(
     "hard_coded_gaussian",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "Weights further than 9 sigma from the mean, below the resolution of float64 beside the largest, are left out.",
     ),

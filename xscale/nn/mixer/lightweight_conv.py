@@ -28,7 +28,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.local_mixer import LocalMixer
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.neighbours import same_document
 from xscale.nn.roles import Role, Seams
@@ -42,7 +42,7 @@ SHORTEST_BLOCK = 16
 
 @MIXERS.register(
     "lightweight_conv",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
 )
 class LightweightConv(ValueMixer, LocalMixer):
     kernel: Parameter
@@ -73,9 +73,7 @@ class LightweightConv(ValueMixer, LocalMixer):
             after * self.dilation,
         )
         self.gate = (
-            Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias)
-            if config.glu
-            else None
+            Linear.from_width(dims, inner, "heads", bias=config.bias) if config.glu else None
         )
         # Logits of all heads need all channels: tensor parallelism sums them, and each rank takes those of its heads.
         self.predict = (

@@ -13,7 +13,7 @@ from xscale.core.errors import Problem
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, Mixer, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import ACTS_INSIDE, BIDIRECTIONAL, MIXERS, Mixer, RefusedPositions
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
@@ -28,9 +28,9 @@ class NestedAttention(Module):
         inner = heads * head_width
         # Not sharded over tp: the second attention needs the sum over all heads of the first.
         self.q, self.k, self.v = (
-            Linear(dims.width, inner, ("state", "width"), dims.init, bias=bias) for _ in range(3)
+            Linear.from_width(dims, inner, "state", bias=bias) for _ in range(3)
         )
-        self.o = Linear(inner, dims.width, ("width", "state"), dims.residual_init, bias=bias)
+        self.o = Linear.to_width(dims, inner, "state", bias=bias)
 
     def forward(self, queries: Tensor, context: Tensor) -> Tensor:
         """Attend from queries [B, T, D] to the context [B, S, D] -> [B, T, D]."""
@@ -46,9 +46,7 @@ class NestedAttention(Module):
 
 @MIXERS.register(
     "luna",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
     deviations=(
         "The packed sequence passes the block's feed-forward layer too; the paper's goes to the next layer without it.",
     ),

@@ -21,7 +21,7 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer, StepDecay, check_steps
 from xscale.nn.mixer.short_convolution import ShortConvolution
 from xscale.nn.norm.norm import Norm
@@ -30,7 +30,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "mamba2",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    traits=CAUSAL,
     deviations=(
         "The projections start as those of the model's other layers do, normal with the model's deviation.",
         "The input projection is one map for each of z, x, B, C and the steps, so that tensor parallelism shards those "
@@ -73,12 +73,12 @@ class Mamba2(RecurrentMixer):
         inner = self.heads * self.head_width
         shared = config.groups * config.states
         bias = config.bias
-        self.gate = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=bias)
-        self.x = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=bias)
+        self.gate = Linear.from_width(dims, inner, "heads", bias=bias)
+        self.x = Linear.from_width(dims, inner, "heads", bias=bias)
         # All ranks of tp have the B and C of all groups: they are narrow, and there may be fewer groups than ranks.
-        self.b = Linear(dims.width, shared, ("state", "width"), dims.init, bias=bias)
-        self.c = Linear(dims.width, shared, ("state", "width"), dims.init, bias=bias)
-        self.step = Linear(dims.width, self.heads, ("heads", "width"), dims.init)
+        self.b = Linear.from_width(dims, shared, "state", bias=bias)
+        self.c = Linear.from_width(dims, shared, "state", bias=bias)
+        self.step = Linear.from_width(dims, self.heads, "heads")
         self.x_convolution = ShortConvolution(inner, "heads", config.convolution, bias=True)
         self.b_convolution = ShortConvolution(shared, "state", config.convolution, bias=True)
         self.c_convolution = ShortConvolution(shared, "state", config.convolution, bias=True)
@@ -87,7 +87,7 @@ class Mamba2(RecurrentMixer):
         )
         self.declare("skip", (self.heads,), ("heads",), ONES, decays=False)
         self.norm = GroupRms(inner, config.groups, config.eps)
-        self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=bias)
+        self.o = Linear.to_width(dims, inner, "heads", bias=bias)
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:

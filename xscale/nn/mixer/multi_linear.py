@@ -26,7 +26,7 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.positional_mlp import PositionalMixer
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.roles import Role, Seams
@@ -35,7 +35,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "multi_linear",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "In a causal model the elements of the tensor whose key or value is later than the query are 0; the authors' "
         "code for language models masks nothing.",

@@ -26,7 +26,7 @@ from xscale.nn.attention.split_heads import SplitHeads
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer, RefusedPositions
 from xscale.nn.norm.norm import Norm
 from xscale.nn.pattern.window import Band
 from xscale.nn.position.position import POSITIONS, Position
@@ -36,7 +36,7 @@ BAND = BlockSparse.Config(pattern=Band.Config(left=31, right=31), block=16)
 
 @MIXERS.register(
     "narrow_and_local",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
 )
 class NarrowAndLocal(Attention):
     class Config(Mixer.Config):
@@ -92,10 +92,10 @@ class NarrowAndLocal(Attention):
             setattr(
                 self,
                 name,
-                Linear(dims.width, rows, ("heads", "width"), dims.init, bias=config.bias),
+                Linear.from_width(dims, rows, "heads", bias=config.bias),
             )
         outer = heads * self.head_width
-        self.o = Linear(outer, dims.width, ("width", "heads"), dims.residual_init, bias=config.bias)
+        self.o = Linear.to_width(dims, outer, "heads", bias=config.bias)
         self.build_position(config.position or dims.position, dims, heads, self.head_width)
 
     @classmethod

@@ -15,6 +15,7 @@ With `attention` (aMLP, section 4.3) s(Z) = Z_1 * (W LN(Z_2) + b + A(x)), A a sm
 Shorter sequences than N use the first rows and columns; longer ones fail.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -29,7 +30,7 @@ from xscale.core.requirements import take
 from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import BIDIRECTIONAL, CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.tiny_attention import TinyAttention
 from xscale.nn.mixer.without_padding import without_padding
@@ -59,9 +60,7 @@ class PositionalMixer(Mixer):
 
 @MIXERS.register(
     "gmlp",
-    traits=MixerTraits(
-        causal=True, bidirectional=True, cross=False, documents=False, decode=True, padding=True
-    ),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, padding=True, documents=False),
 )
 class Gmlp(PositionalMixer):
     """Liu et al. 2021 (gMLP): a linear map over the positions gates the other half of the channels."""
@@ -88,10 +87,9 @@ class Gmlp(PositionalMixer):
         half = (config.hidden or 6 * dims.width) // 2
         # Z_1 and Z_2 are sharded over ranks in the same way.
         self.up, self.up_gate = (
-            Linear(dims.width, half, ("ffn", "width"), dims.init, bias=config.bias)
-            for _ in range(2)
+            Linear.from_width(dims, half, "ffn", bias=config.bias) for _ in range(2)
         )
-        self.down = Linear(half, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
+        self.down = Linear.to_width(dims, half, "ffn", bias=config.bias)
         self.norm: Norm = Layer(Layer.Config(), half)
         # A row sums N normalised values: the gates start at 1 +- dims.std.
         start = Init(std=dims.std / self.length**0.5)
@@ -160,9 +158,7 @@ class Gmlp(PositionalMixer):
 
 @MIXERS.register(
     "mlp_mixer",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
 )
 class MlpMixer(PositionalMixer):
     """Tolstikhin et al. 2021 (MLP-Mixer): a perceptron over the positions, the same for all channels."""

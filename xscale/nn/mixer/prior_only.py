@@ -16,7 +16,7 @@ from xscale.core.requirements import kinds
 from xscale.nn.attention.ops.dense import masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.position.gaussian import Gaussian
@@ -26,7 +26,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "prior_only",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
 )
 class PriorOnly(ValueMixer):
     class Config(ValueMixer.Config):

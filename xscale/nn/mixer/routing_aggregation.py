@@ -11,6 +11,7 @@ squash(s) = |s|^2 / (1 + |s|^2) s / |s|. Both repeat their steps a few times, fo
 """
 
 import math
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -25,7 +26,7 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 
 FLOOR = 1e-6
 """Added to variances, which are 0 where all votes agree."""
@@ -33,9 +34,7 @@ FLOOR = 1e-6
 
 @MIXERS.register(
     "routing_aggregation",
-    traits=MixerTraits(
-        causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True
-    ),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, prefix=True, cross=True),
     deviations=(
         "The inverse temperature lambda of EM routing is constant; Hinton et al. raise it during training.",
     ),

@@ -27,7 +27,7 @@ from xscale.nn.attention.ops.generalized_delta_rule import GeneralizedDeltaRule
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, ValueEdge
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer, ValueEdge
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
 from xscale.nn.module import Module
 from xscale.nn.neighbours import TokenShift
@@ -39,7 +39,7 @@ SHIFTS = {"r": 0.2, "d": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 @MIXERS.register(
     "rwkv7",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    traits=CAUSAL,
     deviations=(
         "The second matrices of the low-rank maps start normal, with the deviation of the authors' orthogonal ones.",
     ),

@@ -16,6 +16,7 @@ parameters are pairs of real ones, in master precision.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +30,7 @@ from xscale.core.requirements import at_least, at_most, take
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.mixer.state_space import Chunk, StateSpace
 from xscale.nn.mixer.without_padding import require_one_document
 from xscale.nn.roles import Role, Seams
@@ -46,7 +47,7 @@ def convolve(u: Tensor, kernel: Tensor) -> Tensor:
 
 @MIXERS.register(
     "s4",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=False, decode=True),
+    traits=replace(CAUSAL, documents=False),
     deviations=(
         "The real parts of the eigenvalues stay negative, as exponentials, as in the authors' later code.",
         "A prompt is read by the recurrence token by token.",
@@ -75,9 +76,7 @@ class S4(Mixer):
         """Index in the model of the first local channel: set when channels are sharded over ranks."""
         length = config.length or dims.length
         self.ssm = StateSpace(dims.width, config.states, length, (config.min_step, config.max_step))
-        self.o = Linear(
-            dims.width, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
-        )
+        self.o = Linear.to_width(dims, dims.width, "ffn", bias=config.bias)
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:

@@ -24,7 +24,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer, RefusedPositions
 from xscale.nn.module import Module
 from xscale.nn.neighbours import NeighbourReader, same_document
 from xscale.nn.position.position import POSITIONS, Position
@@ -140,7 +140,7 @@ class QkvProjection(NeighbourReader):
 
 @MIXERS.register(
     "sparse_qkv",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "The convolution of the values spans as many modules as those of queries and keys; in the authors' code it "
         "spans one.",

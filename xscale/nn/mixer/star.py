@@ -14,7 +14,7 @@ from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, Mixer, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import ACTS_INSIDE, BIDIRECTIONAL, MIXERS, Mixer, RefusedPositions
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import Layer
@@ -29,9 +29,7 @@ class StarAttention(Module):
         self.head_width = head_width
         inner = heads * head_width
         # Not sharded over tp: ReLU and norm need the sum over all heads.
-        self.q, self.k, self.v = (
-            Linear(dims.width, inner, ("state", "width"), dims.init) for _ in range(3)
-        )
+        self.q, self.k, self.v = (Linear.from_width(dims, inner, "state") for _ in range(3))
         self.o = Linear(inner, dims.width, ("width", "state"), dims.init)
         self.norm = Layer(Layer.Config(), dims.width)
 
@@ -53,9 +51,7 @@ class StarAttention(Module):
 
 @MIXERS.register(
     "star",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
     deviations=(
         "The output is the satellites; the relay's last update, by which the paper classifies a sequence, is left out.",
     ),

@@ -25,7 +25,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.kv_cache import grow_buffer
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.tokens import Tokens
 
@@ -57,7 +57,7 @@ class ValueCache:
 
 @MIXERS.register(
     "synthesizer",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "The second factor of factorized_dense is repeated entry by entry, so that all pairs of entries occur; the "
         "paper tiles both, which gives equal scores to some columns unless a and b have no common divisor.",
@@ -100,7 +100,7 @@ class Synthesizer(ValueMixer):
         heads, length = config.heads, self.length
         if config.generator in ("dense", "factorized_dense"):
             hidden = config.hidden or self.head_width
-            self.up = Linear(dims.width, heads * hidden, ("heads", "width"), dims.init, bias=True)
+            self.up = Linear.from_width(dims, heads * hidden, "heads", bias=True)
             factor = config.factor_width or next(a for a in range(1, length + 1) if a * a >= length)
             sizes = {"tiled": factor, "repeated": -(-length // factor)}
             if config.generator == "dense":

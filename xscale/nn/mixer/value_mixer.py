@@ -37,8 +37,8 @@ class ValueMixer(Mixer):
         self.first_head = 0
         """Index in the model of the first local head: set when heads are sharded over ranks."""
         inner = config.heads * self.head_width
-        self.v = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias)
-        self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=config.bias)
+        self.v = Linear.from_width(dims, inner, "heads", bias=config.bias)
+        self.o = Linear.to_width(dims, inner, "heads", bias=config.bias)
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
