@@ -200,7 +200,7 @@ class AuxLossKey(KeyMapping):
         layers = data["num_hidden_layers"]
         if self.sparse is not None:
             layers = list(self.sparse.from_hf(data)).count("sparse")
-        return float(data.get(self.key) or 0) * data[self.top_k] / layers
+        return float(data.get(self.key) or 0) * int(data[self.top_k]) / int(layers)
 
     def write(self, values: Sequence[Any], path: str, writing: Writing) -> None:
         weight = one_value(values, path, writing)

@@ -135,7 +135,7 @@ class ModelType:
         model: Table = None,
         block: Table = None,
         stack: Table = None,
-        fixed: Mapping[str, tuple[Any, ...]] | None = None,
+        fixed: Mapping[str, tuple[Any, ...] | None] | None = None,
         tensors: Tensors | None = None,
         **changes: Any,
     ) -> "ModelType":

@@ -45,8 +45,12 @@ class StackTable(KeyMapping):
             if part in blocks[0]
             for rule in layer_rules([block[part] for block in blocks], part)
         ]
-        section = {"depth": depth, "block": blocks[0], "rules": rules}
-        return section | read_table(self.keys, reading)
+        return {
+            "depth": depth,
+            "block": blocks[0],
+            "rules": rules,
+            **read_table(self.keys, reading),
+        }
 
     def write(self, values: Sequence[Any], path: str, writing: Writing) -> None:
         (stack,) = values

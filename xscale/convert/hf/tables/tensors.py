@@ -126,7 +126,7 @@ def weight_mappings(
 def _block(config: Any, name: str, number: str) -> Any:
     """Return the config of the block that a parameter is in; None: it is in none."""
     stack = getattr(config, name.partition(".")[0], None)
-    return stack.block_config(int(number or 0)) if hasattr(stack, "block_config") else None
+    return None if stack is None else stack.block_config(int(number or 0))
 
 
 def _mapping(
