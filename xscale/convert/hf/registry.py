@@ -15,14 +15,13 @@ from xscale.convert.hf.architecture import (
 from xscale.convert.hf.bart import BART
 from xscale.convert.hf.bert import BERT, BIG_BIRD, ROBERTA
 from xscale.convert.hf.deberta import DEBERTA_V2
-from xscale.convert.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from xscale.convert.hf.distilbert import DISTILBERT
 from xscale.convert.hf.gpt2 import GPT2
 from xscale.convert.hf.gpt_neox import GPT_NEOX
 from xscale.convert.hf.longformer import LONGFORMER
 from xscale.convert.hf.mxfp4 import quantization_method
 from xscale.convert.hf.t5 import SWITCH, T5
-from xscale.convert.hf.types import gemma, gpt_oss, llama
+from xscale.convert.hf.types import deepseek, gemma, gpt_oss, llama
 from xscale.convert.hf.xlnet import XLNET
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
@@ -44,8 +43,11 @@ ARCHITECTURES = (
     gemma.GEMMA2.architecture(),
     gemma.GEMMA3.architecture(),
     GPT_NEOX,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
+    deepseek.DEEPSEEK_V2.architecture(),
+    deepseek.DEEPSEEK_V3.architecture(),
+    deepseek.GLM4_MOE.architecture(),
+    deepseek.DOTS1.architecture(),
+    llama.QWEN2_MOE.architecture(),
     BERT,
     ROBERTA,
     BIG_BIRD,

@@ -17,6 +17,7 @@ from xscale.convert.hf.tables.keys import (
     Writing,
     distinct,
     misfits,
+    names_in,
     one_value,
     read_table,
     write_table,
@@ -63,6 +64,9 @@ class WindowKey(KeyMapping):
 
     def misfit(self, value: Any) -> int:
         return min(misfits(self.full, value), misfits(self.local, value))
+
+    def names(self) -> set[str]:
+        return {self.key, *names_in(self.full)}
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,9 @@ class RopeKeys(KeyMapping):
             return int(not self.section)
         return int(value["kind"] != "rope")
 
+    def names(self) -> set[str]:
+        return {"rope_parameters", "rope_theta"}
+
 
 def _without_kind(value: Data) -> Data:
     return {key: part for key, part in value.items() if key != "kind"}
@@ -200,12 +207,15 @@ class AuxLossKey(KeyMapping):
         layers = data["num_hidden_layers"]
         if self.sparse is not None:
             layers = list(self.sparse.from_hf(data)).count("sparse")
-        return float(data.get(self.key) or 0) * data[self.top_k] / layers
+        return float(data.get(self.key) or 0) * int(data[self.top_k]) / int(layers)
 
     def write(self, values: Sequence[Any], path: str, writing: Writing) -> None:
         weight = one_value(values, path, writing)
         top_k = writing.data[self.top_k]
         writing.put(self.key, weight * len(values) / top_k, path)
+
+    def names(self) -> set[str]:
+        return {self.key}
 
 
 AUX_LOSS = (
@@ -246,6 +256,9 @@ class InverseSqrtKey(KeyMapping):
             what = f"{scale} is 1 / sqrt({scalar:.6g})"
             writing.require.reject(path, what, "1 / sqrt of a whole number would map.")
         writing.put(self.key, round(scalar), path)
+
+    def names(self) -> set[str]:
+        return {self.key}
 
 
 def experts(count: str = "num_experts", hidden: str = "moe_intermediate_size") -> Table:

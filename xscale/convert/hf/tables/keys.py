@@ -77,6 +77,10 @@ class KeyMapping:
         """Return in how many places the value is none that `read` returns."""
         return 0
 
+    def names(self) -> set[str]:
+        """Return the keys of config.json that are honoured, whether or not an import reads them."""
+        return set()
+
 
 Table = Any
 """A section of mappings, values and entries."""
@@ -120,6 +124,14 @@ def misfits(table: Table, value: Any) -> int:
     if not isinstance(table, Mapping):
         return 0
     return sum(misfits(inner, value[key]) for key, inner in table.items() if key != "kind")
+
+
+def names_in(table: Table) -> set[str]:
+    """Return the keys of config.json that a table honours."""
+    if isinstance(table, KeyMapping):
+        return table.names()
+    inner = table.values() if isinstance(table, Mapping) else ()
+    return set().union(*map(names_in, inner))
 
 
 def _name(value: Any) -> Any:
@@ -168,6 +180,9 @@ class SameKey(KeyMapping):
     def write(self, values: Sequence[Any], path: str, writing: Writing) -> None:
         writing.put(self.name, one_value(values, path, writing), path)
 
+    def names(self) -> set[str]:
+        return {self.name}
+
 
 @dataclass(frozen=True)
 class Initial(KeyMapping):
@@ -192,6 +207,8 @@ class Computed(KeyMapping):
     from_hf: Callable[[Reading], Any]
     to_hf: Callable[[Any, Writing], Data]
     """From the value of all layers, to keys of config.json."""
+    keys: tuple[str, ...] = ()
+    """The keys of config.json that it reads."""
 
     def read(self, reading: Reading, name: str) -> Any:
         return self.from_hf(reading)
@@ -199,6 +216,9 @@ class Computed(KeyMapping):
     def write(self, values: Sequence[Any], path: str, writing: Writing) -> None:
         for key, value in self.to_hf(one_value(values, path, writing), writing).items():
             writing.put(key, value, path)
+
+    def names(self) -> set[str]:
+        return set(self.keys)
 
 
 @dataclass(frozen=True)
@@ -223,6 +243,9 @@ class ByKey(KeyMapping):
 
     def misfit(self, value: Any) -> int:
         return min(misfits(section, value) for section in self.sections.values())
+
+    def names(self) -> set[str]:
+        return {self.key, *names_in(self.sections)}
 
 
 def nearest_section(sections: Mapping[Any, Table], values: Sequence[Any]) -> Any:
@@ -269,30 +292,36 @@ class ByLayer(KeyMapping):
     def misfit(self, value: Any) -> int:
         return min(misfits(section, value) for section in self.sections.values())
 
+    def names(self) -> set[str]:
+        return {self.path, *names_in(self.sections)}
+
 
 @dataclass(frozen=True)
 class Renamed(KeyMapping):
     """A value that has another name in config.json."""
 
     key: str
-    names: Mapping[Any, Any]
+    values: Mapping[Any, Any]
     """Value in config.json -> that of xscale; an export writes the first of several."""
 
     def read(self, reading: Reading, name: str) -> Any:
         value = reading.data.get(self.key)
-        reading.require.one_of(self.key, value, *self.names)
-        return self.names.get(value, next(iter(self.names.values())))
+        reading.require.one_of(self.key, value, *self.values)
+        return self.values.get(value, next(iter(self.values.values())))
 
     def write(self, values: Sequence[Any], path: str, writing: Writing) -> None:
         names: dict[Any, Any] = {}
-        for hf_value, value in self.names.items():
+        for hf_value, value in self.values.items():
             names.setdefault(value, hf_value)
         value = one_value(values, path, writing)
         if writing.require.one_of(path, value, *names):
             writing.put(self.key, names[value], path)
 
     def misfit(self, value: Any) -> int:
-        return int(value not in self.names.values())
+        return int(value not in self.values.values())
+
+    def names(self) -> set[str]:
+        return {self.key}
 
 
 def merged(table: Table, changes: Table) -> Table:

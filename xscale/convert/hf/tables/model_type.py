@@ -30,6 +30,7 @@ from xscale.convert.hf.tables.keys import (
     Table,
     Writing,
     merged,
+    names_in,
     read_table,
     write_table,
 )
@@ -41,7 +42,6 @@ from xscale.core.config import decode
 TRAINING_KEYS = frozenset(
     {
         "aux_loss_weight",
-        "balance_over",
         "block",
         "dropout",
         "expert_dropout",
@@ -135,7 +135,7 @@ class ModelType:
         model: Table = None,
         block: Table = None,
         stack: Table = None,
-        fixed: Mapping[str, tuple[Any, ...]] | None = None,
+        fixed: Mapping[str, tuple[Any, ...] | None] | None = None,
         tensors: Tensors | None = None,
         **changes: Any,
     ) -> "ModelType":
@@ -178,7 +178,9 @@ class ModelType:
         from transformers import CONFIG_MAPPING
 
         defaults = CONFIG_MAPPING[self.name]().to_dict()
-        honoured = keys.read | GENERAL_KEYS | self.ignored_keys | {self.length_key}
+        honoured = (
+            keys.read | names_in(self.model) | GENERAL_KEYS | self.ignored_keys | {self.length_key}
+        )
         for key, default in defaults.items():
             if key not in honoured and not key.startswith("_") and dict(keys).get(key) != default:
                 require.one_of(key, dict(keys).get(key), default)
@@ -254,6 +256,9 @@ def _equal(key: str, value: Any, other: Any) -> bool:
     if key == "bias_update_rate":
         # Whether there is a bias; its rate is one of training.
         return bool(value) == bool(other)
+    if key == "balance_over":
+        # The load of the global batch is a tensor of the router.
+        return (value == "global_batch") == (other == "global_batch")
     if type(value) is float and type(other) is float:
         return abs(value - other) <= 1e-9 * abs(value)
     return bool(value == other)

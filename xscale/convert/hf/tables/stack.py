@@ -1,5 +1,6 @@
 """The stack of a table: its depth, and the table of its blocks, which is read for each layer and written for all."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from xscale.convert.hf.tables.keys import (
     Table,
     Writing,
     merged,
+    names_in,
     read_table,
     write_table,
 )
@@ -45,14 +47,21 @@ class StackTable(KeyMapping):
             if part in blocks[0]
             for rule in layer_rules([block[part] for block in blocks], part)
         ]
-        section = {"depth": depth, "block": blocks[0], "rules": rules}
-        return section | read_table(self.keys, reading)
+        return {
+            "depth": depth,
+            "block": blocks[0],
+            "rules": rules,
+            **read_table(self.keys, reading),
+        }
 
     def write(self, values: Sequence[Any], path: str, writing: Writing) -> None:
         (stack,) = values
         writing.put(self.depth, stack["depth"], f"{path}.depth")
         write_table(self.block, stack["blocks"], f"{path}.block", writing)
         write_table(self.keys, [stack], path, writing)
+
+    def names(self) -> set[str]:
+        return {self.depth, *names_in(self.block), *names_in(self.keys)}
 
     def changed(self, block: Table, keys: Table) -> "StackTable":
         """Return a stack with changes of its tables."""
@@ -88,6 +97,8 @@ def _resolve(data: Any, width: int) -> None:
         data["hidden"] = gated_hidden(data["hidden"], width)
     if data.get("kind") == "dense":
         data["hidden"] = data["hidden"] or 4 * width
+    if data.get("method") == "yarn":
+        data["attention_factor"] = data["attention_factor"] or 0.1 * math.log(data["factor"]) + 1.0
     if "heads" in data:
         _resolve_heads(data, width)
     for part in data.values():

@@ -49,8 +49,9 @@ Transforms = Transform | Callable[[RowContext], Transform]
 class Moved:
     """Names of the other library, separated by spaces, and the transform to these tensors."""
 
-    names: str
-    transform: Transforms
+    names: str | Callable[[RowContext], str]
+    """A function where the names depend on the model."""
+    transform: Transforms = IDENTITY
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Absent:
     """Its shape in that block; None: the model has the counterpart, or no such part."""
 
 
+Rows = dict[str, str | Moved | None]
 Tensors = Mapping[str, str | Moved | None]
 """Names of xscale -> those of the other library; None removes a row of the table that this one was made from."""
 
@@ -70,7 +72,7 @@ def rows_concatenated(row: RowContext) -> Transform:
     return concatenated(*(shape[0] for shape in row.shapes))
 
 
-def blocks(xscale_prefix: str, hf_prefix: str, rows: Tensors) -> dict[str, str | Moved | None]:
+def blocks(xscale_prefix: str, hf_prefix: str, rows: Tensors) -> Rows:
     """Return the rows of a block with these prefixes before all names."""
     return {
         _prefixed(xscale_prefix, names): Moved(_prefixed(hf_prefix, row.names), row.transform)
@@ -80,7 +82,9 @@ def blocks(xscale_prefix: str, hf_prefix: str, rows: Tensors) -> dict[str, str |
     }
 
 
-def _prefixed(prefix: str, names: str) -> str:
+def _prefixed(prefix: str, names: Any) -> Any:
+    if callable(names):
+        return lambda row: _prefixed(prefix, names(row))
     return " ".join(f"{prefix}.{name}" for name in names.split())
 
 
@@ -126,13 +130,15 @@ def weight_mappings(
 def _block(config: Any, name: str, number: str) -> Any:
     """Return the config of the block that a parameter is in; None: it is in none."""
     stack = getattr(config, name.partition(".")[0], None)
-    return stack.block_config(int(number or 0)) if hasattr(stack, "block_config") else None
+    return None if stack is None else stack.block_config(int(number or 0))
 
 
 def _mapping(
     names: Sequence[str], row: str | Moved, suffix: str, number: str, context: RowContext
 ) -> WeightMapping:
-    hf_names, transform = (row, IDENTITY) if isinstance(row, str) else (row.names, row.transform)
+    row = Moved(row) if isinstance(row, str) else row
+    transform = row.transform
+    hf_names = row.names if isinstance(row.names, str) else row.names(context)
     external = [f"{name}{suffix}".replace("{i}", number) for name in hf_names.split()]
     if "{e}" in hf_names:
         experts = range(context.shapes[0][0])

@@ -45,8 +45,10 @@ GEMMA2 = LLAMA.variant(
         "hidden_activation": ("gelu_pytorch_tanh",),
         "use_bidirectional_attention": (False, None),
     },
-    tensors={"stack.norm": Moved("model.norm", ONE_PLUS)}
-    | layers({name: Moved(norm, ONE_PLUS) for name, norm in NORMS.items()}),
+    tensors={
+        "stack.norm": Moved("model.norm", ONE_PLUS),
+        **layers({name: Moved(norm, ONE_PLUS) for name, norm in NORMS.items()}),
+    },
 )
 _GLOBAL_MIXER = {"core": CORE, "position": Initial(None)}
 _LOCAL_MIXER = {"core": WindowKey(some=True), "position": RopeKeys(methods=SCALINGS, section=LOCAL)}

@@ -19,7 +19,7 @@ from xscale.convert.hf.tables.decoders import (
 from xscale.convert.hf.tables.keys import ByLayer, Initial, LayerKinds, SameKey, Table, merged
 from xscale.convert.hf.tables.model_type import ModelType
 from xscale.convert.hf.tables.stack import StackTable
-from xscale.convert.hf.tables.tensors import Moved, Tensors, blocks, rows_concatenated
+from xscale.convert.hf.tables.tensors import Moved, Rows, Tensors, blocks, rows_concatenated
 from xscale.convert.mapping import GATE_UP
 
 NORM = {"kind": "rms", "eps": SameKey("rms_norm_eps")}
@@ -52,14 +52,12 @@ MODEL: Table = {
 }
 
 
-def layers(rows: Tensors) -> Tensors:
+def layers(rows: Tensors) -> Rows:
     """Return the rows of a block, after the prefixes of its names."""
     return blocks("stack.blocks.{i}", "model.layers.{i}", rows)
 
 
-def mixture(
-    module: str, router: str = "gate", parts: str = "gate_proj up_proj down_proj"
-) -> Tensors:
+def mixture(module: str, router: str = "gate", parts: str = "gate_proj up_proj down_proj") -> Rows:
     """Return the rows of a mixture: its module, its router, and the projections of an expert."""
     names = dict(zip(("gate", "up", "down"), parts.split(), strict=True))
     return layers(
@@ -71,7 +69,7 @@ def mixture(
     )
 
 
-TENSORS: Tensors = {
+TENSORS: Rows = {
     "embed.table": "model.embed_tokens",
     "stack.norm": "model.norm",
     "head": "lm_head",
@@ -182,6 +180,39 @@ QWEN3_MOE = QWEN3.variant(
 )
 
 
+QWEN2_MOE = QWEN2.variant(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    block={
+        "mixer": {"bias": SameKey("qkv_bias"), "output_bias": False},
+        "ffn": ByLayer(
+            SPARSE_STEP,
+            {
+                "sparse": merged(
+                    experts(),
+                    {
+                        "router": {"aux_loss_weight": AuxLossKey(SPARSE_STEP)},
+                        "shared": {**FFN, "hidden": SameKey("shared_expert_intermediate_size")},
+                        "shared_combine": "gate",
+                    },
+                ),
+                "dense": FFN,
+            },
+        ),
+    },
+    tensors=mixture("mlp")
+    | layers(
+        {
+            "ffn.part.mix": "mlp.shared_expert_gate",
+            "ffn.part.shared.gate": "mlp.shared_expert.gate_proj",
+            "ffn.part.shared.up": "mlp.shared_expert.up_proj",
+            "ffn.part.shared.down": "mlp.shared_expert.down_proj",
+        }
+    ),
+    notes=(AUX_LOSS,),
+)
+
+
 def _pad(config: Any, sizes: Any) -> Data:
     # The library's default is an id beyond small vocabularies.
     return {"pad_token_id": sizes.pad}
@@ -192,15 +223,17 @@ PHI3 = MISTRAL.variant(
     "Phi3ForCausalLM",
     model={"position": RopeKeys(partial=True, methods=()), "dropout": SameKey("embd_pdrop")},
     block={**BY_WIDTH, "dropout": SameKey("resid_pdrop")},
-    tensors={name: None for name in TENSORS if name.endswith((".q", ".k", ".v", ".gate", ".up"))}
-    | layers(
-        {
-            "mixer.part.q mixer.part.k mixer.part.v": Moved(
-                "self_attn.qkv_proj", rows_concatenated
-            ),
-            "ffn.part.gate ffn.part.up": Moved("mlp.gate_up_proj", GATE_UP),
-        }
-    ),
+    tensors={
+        **{name: None for name in TENSORS if name.endswith((".q", ".k", ".v", ".gate", ".up"))},
+        **layers(
+            {
+                "mixer.part.q mixer.part.k mixer.part.v": Moved(
+                    "self_attn.qkv_proj", rows_concatenated
+                ),
+                "ffn.part.gate ffn.part.up": Moved("mlp.gate_up_proj", GATE_UP),
+            }
+        ),
+    },
     writes=_pad,
     ignored_keys=frozenset({"original_max_position_embeddings"}),
 )
