@@ -267,7 +267,7 @@ def _data_of_source(
         "tokenizer": tokenizer.config,
         "prepared": None,
         "blend": (),
-        "shuffle": False,
+        "order": "text",
     }
     if (path / MANIFEST).is_file() or suffixed(path, ".idx").is_file():
         return data.model_copy(update=base | {"prepared": source, "validation": 0.0})
