@@ -59,6 +59,10 @@ class SegmentStates:
             self.tensors[name][first : first + len(value)].copy_(value)
         self._pending.clear()
 
+    def drop_pending(self) -> None:
+        """Drop what the rows have put since the last commit."""
+        self._pending.clear()
+
     def reset(self) -> None:
         """Drop all states: the next segment of each row has none before it."""
         self._pending.clear()
