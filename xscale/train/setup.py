@@ -47,6 +47,7 @@ from xscale.run.run_data import (
     prepare_and_open_data,
     special_tokens_of,
     with_caller_samples,
+    with_training_states,
 )
 from xscale.run.run_folder import CHECKPOINTS
 from xscale.settings.settings import Settings, build_on_meta
@@ -121,7 +122,7 @@ def set_up(
     graphs = _graphs(settings, model, objective, engine, device)
     repeats = degrees.tp * degrees.pp
     micro_batches = partial(
-        make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding
+        make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding, model=model
     )
     return RunParts(
         settings=settings,
@@ -133,7 +134,7 @@ def set_up(
         applied=tuple(applied),
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
         stepper=Stepper(engine, objective, device, repeats=repeats, graphs=graphs),
-        training=micro_batches(corpus.train),
+        training=with_training_states(micro_batches(corpus.train), settings.train.batch_size),
         validation=None if corpus.validation is None else micro_batches(corpus.validation),
         eval_sequences=_evaluation_sequences(settings, corpus.validation),
         token_bytes=torch.from_numpy(tokenizer.byte_lengths()).to(device),
