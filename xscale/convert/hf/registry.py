@@ -21,7 +21,7 @@ from xscale.convert.hf.gpt_neox import GPT_NEOX
 from xscale.convert.hf.longformer import LONGFORMER
 from xscale.convert.hf.mxfp4 import quantization_method
 from xscale.convert.hf.t5 import SWITCH, T5
-from xscale.convert.hf.types import deepseek, gemma, gpt_oss, llama
+from xscale.convert.hf.types import deepseek, gemma, glm, gpt_oss, llama, olmo
 from xscale.convert.hf.xlnet import XLNET
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
@@ -37,8 +37,8 @@ ARCHITECTURES = (
     llama.MIXTRAL.architecture(),
     llama.QWEN3_MOE.architecture(),
     llama.PHI3.architecture(),
-    llama.OLMO2.architecture(),
-    llama.OLMOE.architecture(),
+    olmo.OLMO2.architecture(),
+    olmo.OLMOE.architecture(),
     gpt_oss.GPT_OSS.architecture(),
     gemma.GEMMA2.architecture(),
     gemma.GEMMA3.architecture(),
@@ -48,6 +48,21 @@ ARCHITECTURES = (
     deepseek.GLM4_MOE.architecture(),
     deepseek.DOTS1.architecture(),
     llama.QWEN2_MOE.architecture(),
+    llama.MINISTRAL.architecture(),
+    llama.CWM.architecture(),
+    llama.SEED_OSS.architecture(),
+    llama.MINIMAX_M2.architecture(),
+    llama.SMOLLM3.architecture(),
+    olmo.OLMO3.architecture(),
+    olmo.FLEX_OLMO.architecture(),
+    deepseek.SOLAR_OPEN.architecture(),
+    deepseek.EXAONE4.architecture(),
+    deepseek.EXAONE_MOE.architecture(),
+    glm.HELIUM.architecture(),
+    glm.GLM.architecture(),
+    glm.GLM4.architecture(),
+    glm.ERNIE4_5.architecture(),
+    glm.ERNIE4_5_MOE.architecture(),
     BERT,
     ROBERTA,
     BIG_BIRD,
