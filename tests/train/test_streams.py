@@ -24,7 +24,7 @@ MODEL: dict[str, Any] = {
     "position": {"kind": "transformer_xl", "shared_biases": True},
     "stack": {
         "depth": 2,
-        "segment_memory": {"length": 20},
+        "segment_memory": {"length": 20, "compression": {"slots": 5, "rate": 2}},
         "block": {
             "mixer": {"kind": "attention", "heads": 4, "kv_heads": 2},
             "ffn": {"kind": "dense", "hidden": 32},
@@ -140,7 +140,14 @@ def test_the_numbers_would_tell(runs: Runs) -> None:
     middle = load_tensors(runs.folder / alone / "checkpoints" / f"step-{MIDDLE:08d}")
     end = runs.end(alone)
     names = [name for name in end if name.startswith("segments.stack.segment_memory.")]
-    assert sorted(name.rpartition(".")[2] for name in names) == ["0", "1", "documents"]
+    kept = ["0", "1", "documents"]
+    assert sorted(name.split(".segment_memory.")[1] for name in names) == [
+        *kept[:2],
+        *[f"compressed.{name}" for name in kept],
+        "documents",
+    ]
+    for name in [name for name in end if name.startswith("model.stack.segment_memory.compress")]:
+        assert (end[name] - middle[name]).abs().max() > 1e-6, f"{name} is not trained"
     memory = end["segments.stack.segment_memory.1"]
     assert memory.shape == (8, 20, 24)
     assert (memory - middle["segments.stack.segment_memory.1"]).abs().amax((1, 2)).min() > 1e-3
