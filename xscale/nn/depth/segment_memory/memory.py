@@ -168,8 +168,6 @@ class MemoryOfForward:
         self._keeps = tokens.forward.cache is None
         ids = tokens.ids
         self._documents = torch.zeros_like(ids) if tokens.documents is None else tokens.documents
-        self.tokens = replace(tokens, documents=self._documents, shared_values=SharedValues())
-        """The segment's tokens, whose documents tell those of the memory apart."""
         self._begins = tokens.get(BEGINS)
         memory = self._filled("documents")[:, -part.slots(part.training) :]  # [B, M]
         if part.compressed_slots:
@@ -178,8 +176,8 @@ class MemoryOfForward:
             # A step of generation sees all keys in the cache, so that no empty slot may be there.
             memory = memory[:, memory.shape[1] - int((memory > EMPTY).sum(1).min()) :]
         self._slots = memory.shape[1]
-        self.source = _with_memory(self.tokens, memory)
-        """Tokens of the memory and the segment."""
+        self.tokens, self.source = with_memory(tokens, memory)
+        """Tokens of the segment, and of the memory and the segment."""
         if self._keeps:
             ends = tokens.get(NEXT_DOCUMENT)
             self._keep_documents(self._documents[:, -1:] if ends is None else ends[:, None])
@@ -245,22 +243,39 @@ class MemoryOfForward:
         self._rows.put(f"{self._part.path}.{name}", value)
 
 
-def _with_memory(tokens: Tokens, documents: Tensor) -> Tokens:
-    """Return the tokens behind a memory of `documents` [B, M], whose positions are before theirs."""
+def with_memory(tokens: Tokens, documents: Tensor) -> tuple[Tokens, Tokens]:
+    """Return the tokens of a segment, whose documents tell those of a memory apart, and the tokens of both.
+
+    `documents` [B, M] are those of the memory, whose positions are before the segment's.
+    """
+    of_text = torch.zeros_like(tokens.ids) if tokens.documents is None else tokens.documents
+    tokens = replace(tokens, documents=of_text, shared_values=SharedValues())
     slots = documents.shape[1]
     places = torch.arange(-slots, 0, device=documents.device).expand(len(documents), -1)
-    assert tokens.documents is not None
-    return Tokens(
+    both = Tokens(
         ids=torch.cat((torch.zeros_like(places), tokens.ids), 1),
         positions=torch.cat((places, tokens.positions), 1),
-        documents=torch.cat((documents, tokens.documents), 1),
+        documents=torch.cat((documents, of_text), 1),
         memory_tokens=slots,
         forward=tokens.forward,
     )
+    return tokens, both
 
 
 def check(stack: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
     """List why the blocks of `stack` cannot read a memory of earlier segments; `path` is that of the memory."""
+    problems = {problem.what: problem for problem in check_order(stack, dims, path, use)}
+    for layer in range(stack.depth):
+        for what, choices in unreadable(stack.block_config(layer), dims):
+            problems.setdefault(what, Problem(path, what, choices=choices + take(None)))
+    of_compression = check_compression(
+        stack.segment_memory.compression, stack.segment_memory.eval_length, dims, path
+    )
+    return [*problems.values(), *of_compression]
+
+
+def check_order(stack: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
+    """List why no block of `stack` can read what is left of earlier segments, at `path`."""
     where = path.rpartition(".")[0]
     reasons: list[tuple[bool, str, tuple[Choice, ...]]] = [
         (not dims.causal, "segments follow each other in the order of a causal model", ()),
@@ -276,18 +291,11 @@ def check(stack: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:
             take(None, key=f"{where}.block.position"),
         ),
     ]
-    problems = {
-        what: Problem(path, what, choices=take(None) + choices)
+    return [
+        Problem(path, what, choices=take(None) + choices)
         for is_so, what, choices in reasons
         if is_so
-    }
-    for layer in range(stack.depth):
-        for what, choices in _unreadable(stack.block_config(layer), dims):
-            problems.setdefault(what, Problem(path, what, choices=choices + take(None)))
-    of_compression = check_compression(
-        stack.segment_memory.compression, stack.segment_memory.eval_length, dims, path
-    )
-    return [*problems.values(), *of_compression]
+    ]
 
 
 def reads_memory(core: Any) -> bool:
@@ -305,7 +313,7 @@ def position_reads_memory(kind: str) -> bool:
     return bool(traits.relative and traits.extrapolates and in_scores)
 
 
-def _unreadable(block: Any, dims: Dims) -> Iterator[tuple[str, tuple[Choice, ...]]]:
+def unreadable(block: Any, dims: Dims) -> Iterator[tuple[str, tuple[Choice, ...]]]:
     """Yield why mixers of a block cannot read a memory, each with the changes that may end it."""
     able = [entry.name for entry in CORES if reads_memory(entry.part.Config())]
     positions = [entry.name for entry in POSITIONS if position_reads_memory(entry.name)]
