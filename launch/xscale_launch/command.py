@@ -1,4 +1,4 @@
-"""Parts shared by the verbs of `xscale launch`: config, overrides, the trainer's command, and the format of a table."""
+"""Parts shared by the verbs of `xscale launch`: config, overrides, the trainer's command, and what is printed."""
 
 import argparse
 import difflib
@@ -7,12 +7,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from xscale_launch.files import shown
 from xscale_launch.paths import expand
 from xscale_launch.status import LaunchError
 
 PYTHON = sys.executable
 CONFIGS = (Path(__file__).parents[2] / "configs", Path(__file__).parents[1] / "xscale" / "configs")
 """Folders with the configs that come with xscale: in a checkout, and in an installed package."""
+
+
+def write(text: str, end: str = "\n") -> None:
+    """Print a result on standard output; what of it a terminal would carry out is escaped."""
+    print(shown(text), end=end, flush=True)
+
+
+def say(message: str) -> None:
+    """Print a message of the launcher on standard error, as `write` does."""
+    print(shown(f"xscale launch: {message}"), file=sys.stderr, flush=True)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

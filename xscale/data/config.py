@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from xscale.core.config import Config, Slot
+from xscale.core.config import Config, FractionBelowOne, PositiveFloat, PositiveInt, Slot
 from xscale.core.paths import PathText
 from xscale.data.source.source import SOURCES, Source
 from xscale.data.source.stdlib import Stdlib
@@ -17,7 +17,7 @@ class BlendItem(Config):
 
     prepared: PathText
     """Folder written by `xscale data prepare`, or path of an existing .bin/.idx pair without its ending."""
-    weight: float = pydantic.Field(default=1.0, gt=0)
+    weight: PositiveFloat = 1.0
     """Weight of the dataset, relative to the other weights."""
 
 
@@ -50,20 +50,20 @@ class DataConfig(Config):
     blend_rates: Literal["weights", "samples"] = "weights"
     """Rates at which the datasets of a blend are read: their weights, or their weights times their samples, which are
     pairs or packed texts (examples-proportional mixing, Raffel et al. 2020)."""
-    blend_limit: int | None = pydantic.Field(default=None, ge=1)
+    blend_limit: PositiveInt | None = None
     """K, the most samples that a dataset counts as in rates by samples; null: no limit."""
-    blend_temperature: float = pydantic.Field(default=1.0, gt=0)
+    blend_temperature: PositiveFloat = 1.0
     """T of temperature-scaled mixing (Raffel et al. 2020): rates are raised to the power of 1 / T, so that a high T
     makes them equal."""
-    sequence_length: int = pydantic.Field(default=512, ge=1)
+    sequence_length: PositiveInt = 512
     """Tokens in a sample (context length)."""
     max_source_length: int | None = pydantic.Field(default=None, ge=2)
     """Tokens of the source in a sample of pairs, with the end-of-document token: shorter ones are padded, longer ones
     truncated before that token; null: `sequence_length`."""
-    max_target_length: int | None = pydantic.Field(default=None, ge=1)
+    max_target_length: PositiveInt | None = None
     """Tokens of the target in a sample of pairs, with the end-of-document token: shorter ones are padded, longer ones
     truncated, so that the model is not trained to end there; null: `sequence_length`."""
-    validation: float = pydantic.Field(default=0.02, ge=0, lt=1)
+    validation: FractionBelowOne = 0.02
     """Fraction of the documents held out for validation, chosen by a hash of each document's text
     (or of `data.source.group_field` of labelled examples)."""
     split_sentences: bool = False
@@ -78,7 +78,7 @@ class DataConfig(Config):
     """Order of the training samples. shuffled: at random, differently in each epoch. text: as they stand in the text.
     streams: row r of every batch reads consecutive segments of `sequence_length` tokens of a stream of its own, the
     text from r / batch_size of it on, for models with memory of the segment before."""
-    workers: int | None = pydantic.Field(default=None, ge=1)
+    workers: PositiveInt | None = None
     """Processes for tokenising; null: one per core."""
 
     @property

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveFloat
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, SCORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
@@ -46,7 +46,7 @@ class Softmax(Core):
         sinks: bool = False
         """Whether each head has a learned logit in the softmax's denominator, an attention sink (gpt-oss), which starts
         at 0. By flex, or by operators that keep all scores."""
-        soft_cap: float | None = Field(default=None, gt=0)
+        soft_cap: PositiveFloat | None = None
         """Scores become cap * tanh(score / cap) (Gemma team 2024), by flex or by operators that keep all
         scores; null: no cap."""
         implementation: Literal["auto", "dense", "flex"] = "auto"
