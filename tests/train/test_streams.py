@@ -12,8 +12,10 @@ import torch
 from tests.distributed import Pool
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.checkpoint.load import load_tensors
-from xscale.core.errors import EXIT_DONE
+from xscale.core.errors import EXIT_DONE, ConfigError
+from xscale.mesh.axes import Degrees
 from xscale.nn.depth.segment_memory.memory import EMPTY
+from xscale.planning.simulate_step import simulate_step
 from xscale.step.stepper import Stepper
 
 MIDDLE, STEPS = 3, 5
@@ -165,6 +167,27 @@ def test_the_numbers_would_tell(runs: Runs) -> None:
     assert memory.shape == (8, 20, 24)
     assert (memory - middle["segments.stack.segment_memory.1"]).abs().amax((1, 2)).min() > 1e-3
     assert (memory[1:] - memory[:-1]).abs().amax((1, 2)).min() > 1e-3
+
+
+def test_a_memory_longer_than_the_text_is_refused(tmp_path: Path) -> None:
+    stack = {**MODEL["stack"], "segment_memory": {"length": 10**7}}
+    long = recipe(tmp_path, model={**MODEL, "stack": stack}, data={"order": "streams", "sequence_length": 16})
+    with pytest.raises(
+        ConfigError, match=r"model\.stack\.segment_memory\.length: is 10000000 tokens, and the training"
+    ):
+        run(long)
+
+
+def test_a_plan_knows_the_memory_of_the_rows() -> None:
+    """A longer memory takes more room, and the step of a rank can be simulated with it."""
+    peaks = []
+    for length in (16, 256):
+        stack = {**MODEL["stack"], "segment_memory": {"length": length}}
+        data = {"order": "streams", "sequence_length": 16}
+        settings = recipe(Path("nowhere"), model={**MODEL, "stack": stack}, data=data)
+        peaks.append(simulate_step(settings, Degrees(), 0, 2, 64).peak.kinds["activations"])
+    # Keys of two blocks and of four rows, and what the rows keep.
+    assert peaks[1] - peaks[0] > 4 * (256 - 16) * 24 * 4 * 2
 
 
 def spoiled(folder: Path, nonfinite: str) -> int:
