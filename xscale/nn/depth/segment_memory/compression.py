@@ -51,7 +51,7 @@ class Compression(Module):
 
     def forward(self, old: Tensor) -> Tensor:
         """Compress hidden states [B, T, D] to slots [B, T / c, D]."""
-        windows = old.unflatten(1, (-1, self.rate))  # [B, T / c, c, D]
+        windows = old.reshape(len(old), -1, self.rate, old.shape[-1])  # [B, T / c, c, D]
         if self.function == "max":
             return windows.amax(2)
         if self.encode is None:
@@ -65,12 +65,13 @@ class Compression(Module):
         if self.decode is None:
             return None
         # Over all slots, with or without text, so that the loss of a batch is the mean of those of its parts.
-        errors = (self.decode(slots) - old.unflatten(1, (-1, self.rate)).flatten(2)).square()
-        return self.weight * errors.mean(2).where(is_text, 0.0).mean()
+        states = old.reshape(*slots.shape[:2], -1)  # [B, T / c, c D]
+        errors: Tensor = (self.decode(slots) - states).square().mean(2)
+        return self.weight * errors.where(is_text, 0.0).mean()
 
     def documents(self, old: Tensor, empty: int) -> Tensor:
         """Return the documents [B, T / c] of the slots for those [B, T] of the states; `empty` of a slot of several."""
-        windows = old.unflatten(1, (-1, self.rate))
+        windows = old.reshape(len(old), -1, self.rate)  # [B, T / c, c]
         is_one = (windows == windows[..., :1]).all(2)
         return torch.where(is_one, windows[..., 0], empty)
 
