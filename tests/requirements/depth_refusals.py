@@ -38,6 +38,12 @@ def remembering(stack: Sections | None = None, *, model: Sections = DECODER) -> 
     return {**model, "stack": {**DECODER["stack"], **whole}}
 
 
+def compressed(memory: Sections | None = None, **values: Any) -> Sections:
+    """A decoder whose memory is compressed."""
+    compression = {"slots": 4, "rate": 2, **values}
+    return remembering({"segment_memory": {"length": 8, "compression": compression, **(memory or {})}})
+
+
 def attention(**values: Any) -> Sections:
     """Attention of four heads."""
     return {"kind": "attention", "heads": 4, **values}
@@ -108,6 +114,13 @@ DEPTHS: dict[str, Sections] = {
     "memory of keys that are queries": remembering({"block": {**BLOCK, "mixer": attention(shared_qk=True)}}),
     "memory without distances": {**remembering(), "position": {"kind": "alibi"}},
     "memory of parallel sublayers": remembering({"block": {**BLOCK, "residual": "parallel"}}),
+    "a memory in windows that no segment has": compressed(rate=3),
+    "a compression that nothing trains": compressed(loss_weight=0.0),
+    "a compressed memory in evaluation alone": compressed({"eval_length": 16}),
+    "a summary for no block": decoder({"segment_summary": {"layer": 4}}),
+    "a summary beside a memory": remembering({"segment_summary": {}}),
+    "a summary for a mixer of its own tokens": decoder({"segment_summary": {}}, mixer={"kind": "mamba2"}),
+    "a summary of later segments": {**ENCODER, "stack": {**ENCODER["stack"], "segment_summary": {}}},
     "windows of later tokens": pooled(model=DECODER),
     "windows of tokens that halt": pooled({"halting": {}}),
     "windows of tokens that leave": pooled({"exits": {}}),

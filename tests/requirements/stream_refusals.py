@@ -1,7 +1,7 @@
 """The table of refused streams of text, and of models with a memory that read no streams; see `refusals`."""
 
 from tests.requirements.depth_refusals import remembering
-from tests.requirements.sections import APART, PAIR, Sections
+from tests.requirements.sections import APART, PAIR, Sections, decoder
 
 STREAMED: Sections = {"order": "streams"}
 REMEMBERING: Sections = {"model": remembering(), "data": STREAMED}
@@ -31,6 +31,11 @@ STREAMS: dict[str, tuple[str, Sections, int]] = {
         "streams_stay_as_they_began",
         {"data": STREAMED, "run": {"allow_changed": ("train.batch_size",)}},
         1,
+    ),
+    "a summary of the blocks of other stages": (
+        "needs_of_modules_are_met",
+        {"model": decoder({"segment_summary": {}}), "data": STREAMED, "parallel": {"mesh": {"pp": 2}}},
+        2,
     ),
     "memory of text that is moved": (
         "memory_reads_text_as_it_is",

@@ -19,6 +19,8 @@ from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo
 from xscale.mesh.mesh import Mesh
 from xscale.mesh.shared_folder import require_visible
+from xscale.nn.blocks.stack import Stack
+from xscale.nn.depth.segment_memory.memory import SegmentMemory
 from xscale.nn.module import carried_tensors
 from xscale.nn.segment_state import SegmentStates
 from xscale.objective.objective import OBJECTIVES, Objective, SpecialTokens
@@ -172,6 +174,18 @@ def make_micro_batches(
         if carried
         else None,
     )
+
+
+def require_text_of_memory(settings: Settings, model: nn.Module, corpus: Corpus) -> None:
+    """Refuse a memory of earlier segments that is longer than the text: ConfigError."""
+    stacks = [(path, part) for path, part in model.named_modules() if isinstance(part, Stack)]
+    text = len(corpus.train.data) * settings.data.sequence_length
+    for path, stack in stacks if settings.data.order == "streams" else ():
+        memory = stack.find(SegmentMemory)
+        if memory is not None and memory.config.length > text:
+            key = f"model.{path}.{SegmentMemory.key}.length"
+            what = f"is {memory.config.length} tokens, and the training text has {text}"
+            raise ConfigError(key, what, "Use a shorter memory or more text.")
 
 
 def with_training_states(batches: MicroBatches, batch_size: int) -> MicroBatches:

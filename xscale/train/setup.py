@@ -45,6 +45,7 @@ from xscale.run.run_data import (
     make_micro_batches,
     padding_note,
     prepare_and_open_data,
+    require_text_of_memory,
     special_tokens_of,
     with_caller_samples,
     with_training_states,
@@ -105,6 +106,7 @@ def set_up(
     specials = replace(special_tokens_of(tokenizer), vocabulary=unpadded)
     source_length = settings.data.source_length
     model = build_on_meta(settings, tokenizer.vocabulary, unpadded)
+    require_text_of_memory(settings, model, corpus)
     plan = _checked_plan(settings, model, specials, rank_info.world)
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)

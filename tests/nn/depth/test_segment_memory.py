@@ -33,18 +33,32 @@ CORES_WITH_MEMORY = [entry.name for entry in CORES if reads_memory(entry.part.Co
 POSITIONS_WITH_MEMORY = [entry.name for entry in POSITIONS if position_reads_memory(entry.name)]
 
 
-def literal(model: Any, ids: Tensor, memory: int, *, layer: str = "below", post: bool = True) -> Tensor:
+def literal(
+    model: Any,
+    ids: Tensor,
+    memory: int,
+    *,
+    layer: str = "below",
+    post: bool = True,
+    compress: Any = None,
+    slots: int = 0,
+    summarise: Any = None,
+) -> Tensor:
     """Logits of a text [B, T] by the equations of Dai et al. 2019, section 3.2 and 3.3, written out by the key.
 
-    `layer`: "same" is equation 5 of Ding et al. 2021. `post`: norms stand behind the sums, as in the paper.
+    `layer`: "same" is equation 5 of Ding et al. 2021. `post`: norms stand behind the sums, as in the paper. `compress`:
+    maps the states of a block that leave its memory to slots, of which the last `slots` are read before the memory.
+    `summarise`: makes of the outputs of all blocks what each reads before the next segment.
     """
     weights, k = dict(model.named_parameters()), WIDTH // HEADS
     batch, total = ids.shape
+    compressed = [torch.zeros(batch, 0, WIDTH, dtype=torch.float64) for _ in range(DEPTH)]
     kept = [torch.zeros(batch, 0, WIDTH, dtype=torch.float64) for _ in range(DEPTH)]
     rates = 10000.0 ** (-torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH)
     outputs = []
     for start in range(0, total, SEGMENT):
         h = weights["embed.table.weight"][ids[:, start : start + SEGMENT]]
+        of_blocks = []
         for number in range(DEPTH):
             name = f"stack.blocks.{number}"
 
@@ -55,7 +69,7 @@ def literal(model: Any, ids: Tensor, memory: int, *, layer: str = "below", post:
                 where = f"{name}.{sublayer}.{'after' if f'{name}.{sublayer}.after.weight' in weights else 'norm'}"
                 return F.layer_norm(x, (WIDTH,), weights[f"{where}.weight"], weights[f"{where}.bias"], 1e-5)
 
-            below, both = h, torch.cat((kept[number], h), 1)
+            below, both = h, torch.cat((compressed[number], kept[number], h), 1)
             reads, queries = (both, h) if post else (norm(both, "mixer"), norm(h, "mixer"))
             q, key, value = (
                 x @ part(f"mixer.part.{letter}.weight").T for x, letter in ((queries, "q"), (reads, "k"), (reads, "v"))
@@ -83,8 +97,14 @@ def literal(model: Any, ids: Tensor, memory: int, *, layer: str = "below", post:
             inner = h if post else norm(h, "ffn")
             y = F.gelu(inner @ part("ffn.part.up.weight").T) @ part("ffn.part.down.weight").T
             h = norm(h + y, "ffn") if post else h + y
+            of_blocks.append(h)
             after = torch.cat((kept[number], below if layer == "below" else h), 1)
-            kept[number] = after[:, max(0, after.shape[1] - memory) :]
+            leaving = max(0, after.shape[1] - memory)
+            kept[number] = after[:, leaving:]
+            if compress is not None and leaving:
+                slot = torch.cat((compressed[number], compress(number, after[:, :leaving])), 1)
+                compressed[number] = slot[:, max(0, slot.shape[1] - slots) :]
+        compressed = compressed if summarise is None else summarise(of_blocks)
         if not post:
             h = F.layer_norm(h, (WIDTH,), weights["stack.norm.weight"], weights["stack.norm.bias"], 1e-5)
         outputs.append(h @ weights["embed.table.weight"].T)

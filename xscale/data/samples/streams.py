@@ -45,7 +45,8 @@ class StreamDataset:
 
     def begins(self, index: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether each of the samples [N] continues no earlier one: a row's first, or the text's first."""
-        return (index < self.streams) | (self.positions(index) == 0)
+        begins: NDArray[np.bool_] = np.logical_or(index < self.streams, self.positions(index) == 0)
+        return begins
 
     def sample(self, index: int) -> tuple[NDArray[Any], ...]:
         """Return (tokens [T+1], documents [T+1]) of sample `index`."""
