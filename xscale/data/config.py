@@ -1,6 +1,6 @@
 """The `data:` section of a config: the source of text, the tokenizer and the length of samples."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -21,8 +21,20 @@ class BlendItem(Config):
     """Weight of the dataset, relative to the other weights."""
 
 
+Order = Literal["shuffled", "text", "streams"]
+"""Orders of the samples."""
+
+
+def fold_shuffle(shuffle: Any, order: Any) -> Any:
+    """Return the value of `order` for the old key `shuffle` and that of `order`; None: they contradict."""
+    folded = "text" if shuffle is False else "shuffled"
+    return folded if order in (None, folded) else None
+
+
 class DataConfig(Config):
     """Data for training and validation."""
+
+    folded = {"shuffle": ("order", fold_shuffle)}
 
     source: Annotated[Source.Config, Slot(SOURCES)] = Stdlib.Config()
     """Source of the documents."""
@@ -62,8 +74,10 @@ class DataConfig(Config):
     from_caller: bool = False
     """Whether the training samples are those of `xscale.train(recipe, data=...)`, which sets it; the tokenizer and the
     validation set are those of the source."""
-    shuffle: bool = True
-    """Shuffle the samples, differently in each epoch; false: in the order of the text."""
+    order: Order = "shuffled"
+    """Order of the training samples. shuffled: at random, differently in each epoch. text: as they stand in the text.
+    streams: row r of every batch reads consecutive segments of `sequence_length` tokens of a stream of its own, the
+    text from r / batch_size of it on, for models with memory of the segment before."""
     workers: PositiveInt | None = None
     """Processes for tokenising; null: one per core."""
 

@@ -222,7 +222,9 @@ class Softmax(Core):
         return masked_softmax(scores, hidden, self.sink_logits())
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
-        return 2.0 * heads * queries * keys * head_width / (2 if self.causal else 1)
+        # The queries are the last tokens, and all of them see the keys before.
+        seen = queries * (keys - queries / 2) if self.causal else queries * keys
+        return 2.0 * heads * seen * head_width
 
 
 def _is_packed(mask: AttentionMask, dropout: float) -> bool:

@@ -24,9 +24,9 @@ class FfnTraits:
     """A token's output depends on that token alone."""
     sparse: bool
     """A token uses only some of the parameters."""
-    token_shift: bool = False
-    """A token's output depends on it and on the token before it in its document, in generation too, and on a sequence
-    that is sharded over ranks."""
+    reads_neighbours: bool = False
+    """A token's output depends on it and on a fixed number of tokens around it in its document, in generation too, and
+    on a sequence that is sharded over ranks."""
 
 
 class Ffn(Part):

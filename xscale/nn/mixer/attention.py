@@ -257,7 +257,9 @@ class Attention(AttentionChecks):
                 queries=q.shape[2],
                 keys=k.shape[2],
                 causal=self.causal,
-                offset=0 if self.cross or key_tokens is not tokens else k.shape[2] - q.shape[2],
+                offset=k.shape[2] - q.shape[2]
+                if key_tokens is tokens and not self.cross
+                else key_tokens.memory_tokens,
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
                 spans=tokens.found_document_spans() if documents and key_tokens is tokens else None,
