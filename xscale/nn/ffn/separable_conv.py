@@ -7,9 +7,9 @@ bidirectional model the kernels lie around a token, in a causal one they end at 
 read zeros. Kernels of 3 and of 5 tokens are the authors' (tensor2tensor, `transformer_ffn_type = "sepconv"`).
 """
 
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Activation, Ffn, FfnTraits, activation
 from xscale.nn.linear import Linear
@@ -22,7 +22,7 @@ from xscale.nn.tokens import Tokens
 )
 class SeparableConv(Ffn):
     class Config(Ffn.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """F, the width between the two convolutions; null: four times the model's width."""
         kernel_sizes: tuple[int, int] = (3, 5)
         """Tokens that the kernels of the two convolutions read."""
@@ -38,11 +38,9 @@ class SeparableConv(Ffn):
         self.activation = activation(config.activation)
         right = [0 if dims.causal else size // 2 for size in (first, second)]
         self.mix = DepthwiseConvolution(dims.width, "width", first, right=right[0])
-        self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
+        self.up = Linear.from_width(dims, hidden, "ffn", bias=config.bias)
         self.mix_hidden = DepthwiseConvolution(hidden, "ffn", second, right=right[1])
-        self.down = Linear(
-            hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
-        )
+        self.down = Linear.to_width(dims, hidden, "ffn", bias=config.bias)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         hidden = self.activation(self.up(self.mix(x, tokens)))

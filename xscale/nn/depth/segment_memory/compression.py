@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from xscale.core.config import Config
+from xscale.core.config import Config, NonNegativeFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import must_divide, take
 from xscale.nn.dims import Dims
@@ -25,13 +25,13 @@ from xscale.nn.module import Module
 
 
 class CompressionConfig(Config):
-    slots: int = Field(ge=1)
+    slots: PositiveInt
     """Slots of the compressed memory."""
     rate: int = Field(default=3, ge=2)
     """c, tokens that one slot stands for."""
     function: Literal["mean", "max", "conv"] = "conv"
     """Function of c hidden states that makes a slot."""
-    loss_weight: float = Field(default=1.0, ge=0)
+    loss_weight: NonNegativeFloat = 1.0
     """Weight of the auto-encoding loss of the convolution, a mean over the hidden states that it compresses."""
 
 
@@ -47,7 +47,7 @@ class Compression(Module):
         if config.function == "conv":
             inputs = config.rate * dims.width
             self.encode = Linear(inputs, dims.width, ("width", "state"), dims.init, bias=True)
-            self.decode = Linear(dims.width, inputs, ("state", "width"), dims.init, bias=True)
+            self.decode = Linear.from_width(dims, inputs, "state", bias=True)
 
     def forward(self, old: Tensor) -> Tensor:
         """Compress hidden states [B, T, D] to slots [B, T / c, D]."""

@@ -14,11 +14,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from xscale.core.choices import Choice
-from xscale.core.config import Config
+from xscale.core.config import Config, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed, instead, kinds, take
 from xscale.nn.attention.core import CORES
@@ -46,9 +45,9 @@ EMPTY = -(2**40)
 
 
 class SegmentMemoryConfig(Config):
-    length: int = Field(ge=1)
+    length: PositiveInt
     """Tokens before the segment whose hidden states each block reads, in training."""
-    eval_length: int | None = Field(default=None, ge=1)
+    eval_length: PositiveInt | None = None
     """The same in evaluation and generation; null: as in training."""
     layer: Literal["below", "same"] = "below"
     """Hidden states that a block reads: below: those that it read itself (Dai et al. 2019); same: its outputs, so that

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from xscale.core.config import Config
+from xscale.core.config import Config, NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed, at_most, take
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
@@ -35,9 +34,9 @@ from xscale.nn.tokens import Tokens
 
 
 class SegmentSummaryConfig(Config):
-    layer: int = Field(default=0, ge=0)
+    layer: NonNegativeInt = 0
     """Block, numbered from 0, that attends to the vector."""
-    hidden: int | None = Field(default=None, ge=1)
+    hidden: PositiveInt | None = None
     """Hidden units of the FFN that maps the vector; null: 4 times the width."""
 
 
@@ -54,7 +53,7 @@ class SegmentSummary(DepthPass):
         hidden = config.hidden or 4 * dims.width
         # All blocks weigh the same at first.
         self.declare("alpha", (dims.depth,), ("state",), ZEROS, decays=False)
-        self.up = Linear(dims.width, hidden, ("state", "width"), dims.init, bias=True)
+        self.up = Linear.from_width(dims, hidden, "state", bias=True)
         self.down = Linear(hidden, dims.width, ("width", "state"), dims.init, bias=True)
 
     @classmethod
