@@ -67,6 +67,15 @@ def check_config(config: str, overrides: Sequence[str]) -> Path:
     return path
 
 
+def is_config(word: str) -> bool:
+    """Whether the word is a config: a file, or the name of a recipe."""
+    try:
+        return (_recipe(word) or expand(word)).is_file()
+    except LaunchError:
+        # Several recipes begin so.
+        return True
+
+
 def _recipe(word: str) -> Path | None:
     """Return the recipe called `word`, else the variant's whose id it is or begins; None: `word` is a path."""
     if Path(word).suffix in (".yaml", ".yml") or Path(word).is_file() or Path(word).name != word:

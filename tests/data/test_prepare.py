@@ -93,9 +93,7 @@ def test_other_choices_live_in_other_folders(tmp_path: Path) -> None:
         config.model_copy(update={"source": Text.Config(paths=config.source.paths, document="line")}),  # type: ignore[attr-defined]
     ]
     assert len({prepared_folder(one) for one in others}) == len(others)
-    assert prepared_folder(config.model_copy(update={"sequence_length": 7, "shuffle": False})) == prepared_folder(
-        config
-    )
+    assert prepared_folder(config.model_copy(update={"sequence_length": 7, "order": "text"})) == prepared_folder(config)
 
 
 SCRIPT = """

@@ -15,6 +15,7 @@ from xscale.checkpoint.load import CheckpointReader, read_config, read_state
 from xscale.checkpoint.retention import delete, excess
 from xscale.core.errors import ConfigError, Problem, plain
 from xscale.core.files.run_files import kind_of, read_run_file
+from xscale.core.files.run_near import run_near
 
 CHECKPOINTS_FOLDER = "checkpoints"
 
@@ -142,9 +143,8 @@ def prune(
 def describe(path: Path, hashes: bool = False) -> CheckpointRow:
     """Describe one checkpoint; with `hashes`, verify the content of its files."""
     if not path.is_dir():
-        raise ConfigError(
-            str(path), "there is no such folder", "Give the folder of a checkpoint (step-...)."
-        )
+        fix = run_near(path) or "Give the folder of a checkpoint (step-...)."
+        raise ConfigError(str(path), "there is no such folder", fix)
     step = step_of(path)
     try:
         stored = manifest.read(path)
@@ -163,9 +163,8 @@ def describe(path: Path, hashes: bool = False) -> CheckpointRow:
 def checkpoints_folder(path: Path) -> Path:
     """Return `path` or, for a run folder, the folder of its checkpoints."""
     if not path.is_dir():
-        raise ConfigError(
-            str(path), "there is no such folder", "Give a run.dir, or a folder of checkpoints."
-        )
+        fix = run_near(path) or "Give a run.dir, or a folder of checkpoints."
+        raise ConfigError(str(path), "there is no such folder", fix)
     return path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
 
 
