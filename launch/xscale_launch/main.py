@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from xscale_launch import command, local, status
+from xscale_launch.command import VerbParser, verb_meant
 from xscale_launch.mpi import mpi
 from xscale_launch.slurm import submit, watch
 from xscale_launch.status import LaunchError
-from xscale_launch.verb_parser import VerbParser, verb_meant
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status after Ctrl-C when nothing was started."""
