@@ -62,6 +62,10 @@ class DataConfig(Config):
     from_caller: bool = False
     """Whether the training samples are those of `xscale.train(recipe, data=...)`, which sets it; the tokenizer and the
     validation set are those of the source."""
+    dupe_factor: int | None = pydantic.Field(default=None, ge=1)
+    """Versions of each text, in which the random choices of objective and sample (masks, spans, pairs of sentences) are
+    made once, and which its epochs go through in turn: static masking, with 10 in BERT; null: each epoch has choices of
+    its own (dynamic masking)."""
     shuffle: bool = True
     """Shuffle the samples, differently in each epoch; false: in the order of the text."""
     workers: int | None = pydantic.Field(default=None, ge=1)

@@ -37,6 +37,9 @@ class Samples:
     document it ends. In pairs and labelled examples 0 is text, and 1 padding."""
     index: Tensor
     """[B] int64: the number of each sample in the run."""
+    draw_numbers: Tensor
+    """[B] int64: the number by which what an objective draws for each sample is seeded; that of static masking
+    (`data.dupe_factor`) comes again."""
     labels: Tensor | None = None
     """Labels of examples: classes [B, 1] (int64), scores [B, 1] (float64) or tags [B, T] (int64, -100: none)."""
 
@@ -50,6 +53,9 @@ class SampleDataset(Protocol):
 
     def sample(self, index: int) -> tuple[NDArray[Any], ...]:
         """Return the tokens and documents of a sample, and then its labels if it has any."""
+
+    def draw_number(self, index: int) -> int:
+        """Return the number by which what is random in a sample is drawn."""
 
     def __len__(self) -> int: ...
 
@@ -75,6 +81,10 @@ class FullSamples:
         if self.kind == "sentences":
             return SentenceDataset.full_sample(self.config, self.token)
         return PackedDataset.full_sample(self.config.sequence_length, self.token, self.document)
+
+    def draw_number(self, index: int) -> int:
+        """Return the number by which what is random in a sample is drawn: its own."""
+        return index
 
     def __len__(self) -> int:
         return 1
@@ -102,6 +112,9 @@ class Loader:
             tokens=torch.from_numpy(tokens),
             documents=torch.from_numpy(documents),
             index=torch.arange(first, first + count),
+            draw_numbers=torch.tensor(
+                [self.data.draw_number(index) for index in range(first, first + count)]
+            ),
             labels=torch.from_numpy(labels[0]) if labels else None,
         )
 
@@ -244,6 +257,7 @@ def _dataset(
                 datasets.append(
                     PackedDataset(split, config.sequence_length, seed=seed, shuffle=shuffle)
                 )
+            datasets[-1].dupe_factor = config.dupe_factor
             weights.append(weight)
     if not datasets:
         return None
