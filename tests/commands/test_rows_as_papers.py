@@ -39,7 +39,7 @@ SAID = [
     ("gshard", "square of the number of experts"),
     ("bert", "a tenth of the paper's are shorter"),
     ("gpt-3", "No dropout"),
-    ("universal-transformer", "separable convolution"),
+    ("universal-transformer", "separable_conv"),
     ("spanbert", "3.5 tokens in the mean"),
     ("al-rfou-deep-char-lm", "feed-forward layers have none"),
 ]
