@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from xscale.convert.hf.albert import ALBERT
 from xscale.convert.hf.architecture import (
     Architecture,
     Data,
@@ -13,15 +12,11 @@ from xscale.convert.hf.architecture import (
     require_features,
 )
 from xscale.convert.hf.bart import BART
-from xscale.convert.hf.bert import BERT, BIG_BIRD, ROBERTA
 from xscale.convert.hf.deberta import DEBERTA_V2
-from xscale.convert.hf.distilbert import DISTILBERT
-from xscale.convert.hf.gpt2 import GPT2
-from xscale.convert.hf.gpt_neox import GPT_NEOX
 from xscale.convert.hf.longformer import LONGFORMER
 from xscale.convert.hf.mxfp4 import quantization_method
 from xscale.convert.hf.t5 import SWITCH, T5
-from xscale.convert.hf.types import deepseek, gemma, glm, gpt_oss, llama, olmo
+from xscale.convert.hf.types import bert, deepseek, gemma, glm, gpt_oss, layer_norm, llama, olmo
 from xscale.convert.hf.xlnet import XLNET
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
@@ -30,7 +25,7 @@ from xscale.nn.model.model import MODELS, Model
 
 ARCHITECTURES = (
     llama.LLAMA.architecture(),
-    GPT2,
+    layer_norm.GPT2.architecture(),
     llama.MISTRAL.architecture(),
     llama.QWEN2.architecture(),
     llama.QWEN3.architecture(),
@@ -42,7 +37,11 @@ ARCHITECTURES = (
     gpt_oss.GPT_OSS.architecture(),
     gemma.GEMMA2.architecture(),
     gemma.GEMMA3.architecture(),
-    GPT_NEOX,
+    layer_norm.GPT_NEOX.architecture(),
+    layer_norm.STARCODER2.architecture(),
+    layer_norm.STABLELM.architecture(),
+    layer_norm.OPT.architecture(),
+    layer_norm.GPT_NEO.architecture(),
     deepseek.DEEPSEEK_V2.architecture(),
     deepseek.DEEPSEEK_V3.architecture(),
     deepseek.GLM4_MOE.architecture(),
@@ -63,11 +62,16 @@ ARCHITECTURES = (
     glm.GLM4.architecture(),
     glm.ERNIE4_5.architecture(),
     glm.ERNIE4_5_MOE.architecture(),
-    BERT,
-    ROBERTA,
-    BIG_BIRD,
-    ALBERT,
-    DISTILBERT,
+    bert.BERT.architecture(),
+    bert.ROBERTA.architecture(),
+    bert.XLM_ROBERTA.architecture(),
+    bert.CAMEMBERT.architecture(),
+    bert.ROBERTA_PRELAYERNORM.architecture(),
+    bert.BIG_BIRD.architecture(),
+    bert.ALBERT.architecture(),
+    bert.DISTILBERT.architecture(),
+    bert.ELECTRA.architecture(),
+    bert.MPNET.architecture(),
     LONGFORMER,
     DEBERTA_V2,
     XLNET,
