@@ -123,7 +123,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "roberta-prelayernorm": {**ENCODER, "type_vocab_size": 2},
     "electra": {**ENCODER, "embedding_size": 14},
     "electra of one width": {**ENCODER, "embedding_size": 30, "hidden_act": "gelu_new"},
-    "mpnet": {**ENCODER, "relative_attention_num_buckets": 6, "pad_token_id": 1},
+    "mpnet": {**ENCODER, "pad_token_id": 1},
     "dots1": {**SIZES, **ROUTED, "layer_types": MIXED, "sliding_window": 3, "first_k_dense_replace": 1},
 }
 """Name, which begins with the `model_type`, and keys of its config."""

@@ -16,6 +16,7 @@ from xscale.convert.hf.deberta import DEBERTA_V2
 from xscale.convert.hf.longformer import LONGFORMER
 from xscale.convert.hf.mxfp4 import quantization_method
 from xscale.convert.hf.t5 import SWITCH, T5
+from xscale.convert.hf.tables.model_type import GENERAL_KEYS
 from xscale.convert.hf.types import bert, deepseek, gemma, glm, gpt_oss, layer_norm, llama, olmo
 from xscale.convert.hf.xlnet import XLNET
 from xscale.core.config import decode
@@ -80,6 +81,8 @@ ARCHITECTURES = (
     BART,
 )
 """In the order in which they are tried."""
+KEYS_LISTED = 8
+"""Keys of an unknown type that a message lists."""
 LENGTH = 512
 """Sequence length if config.json does not give one."""
 
@@ -91,6 +94,20 @@ def architecture_named(name: str, path: str) -> Architecture:
             return architecture
     known = ", ".join(architecture.name for architecture in ARCHITECTURES)
     raise ConfigError(path, f"no mapping for '{name}'", f"There are mappings for: {known}.")
+
+
+def architecture_of(data: dict[str, Any]) -> Architecture:
+    """Return the architecture of a config.json; ConfigError with the nearest one, and its keys, if there is none."""
+    name = str(data.get("model_type"))
+    if any(architecture.name == name for architecture in ARCHITECTURES):
+        return architecture_named(name, "")
+    keys = data.keys() - GENERAL_KEYS
+    nearest = max(ARCHITECTURES, key=lambda known: len(keys & known.config_keys))
+    unknown = sorted(keys - nearest.config_keys)
+    fix = f"The nearest is {nearest.name}, which has {len(keys) - len(unknown)} of its {len(keys)} keys"
+    fix += f" and not {', '.join(unknown[:KEYS_LISTED])}" if unknown else ""
+    fix += f" and {len(unknown) - KEYS_LISTED} more" if len(unknown) > KEYS_LISTED else ""
+    raise ConfigError("config.json: model_type", f"no mapping for '{name}'", f"{fix}.")
 
 
 def select_architecture(
@@ -122,7 +139,7 @@ def select_architecture(
 
 def model_from_hf_config(data: dict[str, Any]) -> tuple[Architecture, Data, ModelSizes]:
     """Return the architecture of a config.json, its `model` section and sizes. ConfigError if it cannot be mapped."""
-    architecture = architecture_named(str(data.get("model_type")), "config.json: model_type")
+    architecture = architecture_of(data)
     require = Requirements("xscale")
     method = quantization_method(data)
     if method is not None and method not in architecture.quantization:

@@ -231,6 +231,7 @@ class ModelType:
             notes=self.notes,
             attention_span=self.attention_span,
             features=frozenset(FEATURES),
+            config_keys=frozenset(names_in(self.model) | self.fixed.keys()),
             objective=self.objective,
             overrides=self.overrides,
             quantization=self.quantization,

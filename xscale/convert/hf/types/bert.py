@@ -1,6 +1,6 @@
 """BERT (Devlin et al. 2019) and its kind: RoBERTa (Liu et al. 2019), XLM-R, CamemBERT, BigBird (Zaheer et al. 2020)
-with full attention, ALBERT (Lan et al. 2020), DistilBERT (Sanh et al. 2019), ELECTRA's generator (Clark et al. 2020), MPNet
-(Song et al. 2020)."""
+with full attention, ALBERT (Lan et al. 2020), DistilBERT (Sanh et al. 2019), ELECTRA's generator (Clark et al. 2020),
+MPNet (Song et al. 2020)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -407,13 +407,18 @@ MPNET = ROBERTA.variant(
         "mixer": {
             "position": {
                 "kind": "relative",
-                "buckets": SameKey("relative_attention_num_buckets"),
+                "buckets": 32,
                 "distance": Initial(128),
                 "shared": True,
             }
         }
     },
-    fixed={"is_decoder": None, "add_cross_attention": None, "pad_token_id": (1,)},
+    fixed={
+        "is_decoder": None,
+        "add_cross_attention": None,
+        "pad_token_id": (1,),
+        "relative_attention_num_buckets": (32,),
+    },
     tensors=tensors("mpnet", *LM_HEAD, types=0, offset=True)
     | {"stack.position": "mpnet.encoder.relative_attention_bias"}
     | blocks(
