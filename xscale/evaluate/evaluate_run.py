@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,11 @@ def _evaluate(
                 say_aside(note)
         numbers = asdict(data.evaluate(loaded.model, sequences))
         metrics = numbers.pop("metrics")
+        if data.batches.new_states is not None:
+            alone = replace(data, batches=replace(data.batches, new_states=None))
+            without = alone.evaluate(loaded.model, sequences)
+            metrics["loss_without_memory"] = without.loss
+            metrics["perplexity_without_memory"] = without.perplexity
         # Perplexity and bits per byte of labels are no numbers.
         return {
             "step": loaded.step,
@@ -207,7 +212,9 @@ def evaluation_data(
         )
         token_bytes = torch.from_numpy(tokenizer.byte_lengths()).to(loaded.mesh.device)
         yield EvaluationData(
-            objective, make_micro_batches(settings, loader, objective, loaded.mesh), token_bytes
+            objective,
+            make_micro_batches(settings, loader, objective, loaded.mesh, model=loaded.model),
+            token_bytes,
         )
 
 
@@ -267,7 +274,7 @@ def _data_of_source(
         "tokenizer": tokenizer.config,
         "prepared": None,
         "blend": (),
-        "shuffle": False,
+        "order": "text",
     }
     if (path / MANIFEST).is_file() or suffixed(path, ".idx").is_file():
         return data.model_copy(update=base | {"prepared": source, "validation": 0.0})

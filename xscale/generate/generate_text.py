@@ -15,6 +15,7 @@ from xscale.generate.exit_policy import exit_policy_of
 from xscale.generate.generate import encode_prompt, generate, lay_out_matrices
 from xscale.generate.parallel_decoding import decode_in_parallel
 from xscale.nn.model.model import MODELS
+from xscale.nn.module import carried_tensors
 from xscale.objective.disco import Disco
 from xscale.objective.fill_in_middle import FillInMiddle
 from xscale.objective.objective import OBJECTIVES, Objective
@@ -57,6 +58,8 @@ def generate_text(
     traits = MODELS.of(settings.model).traits
     device = loaded.mesh.device
     window, longest = _lengths(settings, has_source=traits.source)
+    if carried_tensors(loaded.model):
+        longest = None
     objective = _objective(settings, tokenizer)
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
     source = None

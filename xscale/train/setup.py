@@ -45,8 +45,10 @@ from xscale.run.run_data import (
     make_micro_batches,
     padding_note,
     prepare_and_open_data,
+    require_text_of_memory,
     special_tokens_of,
     with_caller_samples,
+    with_training_states,
 )
 from xscale.run.run_folder import CHECKPOINTS
 from xscale.settings.settings import Settings, build_on_meta
@@ -104,6 +106,7 @@ def set_up(
     specials = replace(special_tokens_of(tokenizer), vocabulary=unpadded)
     source_length = settings.data.source_length
     model = build_on_meta(settings, tokenizer.vocabulary, unpadded)
+    require_text_of_memory(settings, model, corpus)
     plan = _checked_plan(settings, model, specials, rank_info.world)
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
@@ -121,7 +124,7 @@ def set_up(
     graphs = _graphs(settings, model, objective, engine, device)
     repeats = degrees.tp * degrees.pp
     micro_batches = partial(
-        make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding
+        make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding, model=model
     )
     return RunParts(
         settings=settings,
@@ -133,7 +136,7 @@ def set_up(
         applied=tuple(applied),
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
         stepper=Stepper(engine, objective, device, repeats=repeats, graphs=graphs),
-        training=micro_batches(corpus.train),
+        training=with_training_states(micro_batches(corpus.train), settings.train.batch_size),
         validation=None if corpus.validation is None else micro_batches(corpus.validation),
         eval_sequences=_evaluation_sequences(settings, corpus.validation),
         token_bytes=torch.from_numpy(tokenizer.byte_lengths()).to(device),

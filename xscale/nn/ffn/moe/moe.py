@@ -248,6 +248,7 @@ class Moe(Ffn):
         plan = plan_dispatch(
             *(routing, config.experts, capacity, config.drop_policy, segments),
             fixed_shapes=self.fixed_shapes(flat),
+            choices=tokens.forward.choices,
         )
         if tokens.forward.stats is not None:
             record_stats(tokens.forward.stats, self, routing, plan)

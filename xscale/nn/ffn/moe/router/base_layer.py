@@ -51,6 +51,7 @@ class BalancedAssignmentRouter(Router):
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.score.logits(x, tokens)  # [N, E]
         experts = self.assign(logits.detach()) if self.training else logits.argmax(1)  # [N]
+        experts = self.repeat(experts, tokens)
         weights = logits.gather(1, experts[:, None]).sigmoid()  # [N, 1]
         loss, stats = self.z_loss.aux_losses(tokens, logits)
         return Routing.from_topk(

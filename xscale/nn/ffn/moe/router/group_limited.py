@@ -84,6 +84,7 @@ class GroupLimitedRouter(Router):
             config.topk_groups,
             two=config.group_score == "top2",
         )
+        experts = self.repeat(experts, tokens)
         weights = combine_weights(gates.gather(1, experts), config)
         probabilities = probabilities_of(gates, config.score)
         loss, stats = self.balance.aux_losses(tokens, logits, probabilities, experts)

@@ -58,13 +58,12 @@ class GShardRouter(Router):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.score.logits(x, tokens)
-        gates, best, experts = select_topk(self, logits, 2)  # [N, E], [N, 2], [N, 2]
+        gates, best, experts = select_topk(self, tokens, logits, 2)  # [N, E], [N, 2], [N, 2]
         weights = best / best.sum(1, keepdim=True)
         kept = None
         if self.config.second_expert_policy == "random" and self.draws(tokens):
-            kept = use_second_expert(
-                weights, self.random.uniform(weights, ("tokens",), (len(weights),))
-            )
+            drawn = self.random.uniform(weights, ("tokens",), (len(weights),))
+            kept = self.repeat(use_second_expert(weights, drawn), tokens)
         loss, stats = self.balance.aux_losses(tokens, logits, gates, experts[:, :1])
         return Routing.from_topk(experts, weights, gates, kept, loss, stats)
 

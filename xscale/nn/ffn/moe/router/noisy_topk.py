@@ -73,8 +73,8 @@ class NoisyTopKRouter(Router):
         if self.draws(tokens):
             std = F.softplus(self.score.linear(self.score.upcast(x), self.noise))
             noisy = clean + self.random.normal(clean, ("tokens", "experts")) * std
-        best, experts = noisy.topk(self.config.top_k, dim=1)  # [N, k]
-        weights = best.softmax(1)
+        experts = self.repeat(noisy.topk(self.config.top_k, dim=1).indices, tokens)  # [N, k]
+        weights = noisy.gather(1, experts).softmax(1)
         loss, stats = self.aux_losses(tokens, clean, noisy, std, weights, experts)
         return Routing.from_topk(experts, weights, noisy.softmax(1), loss=loss, stats=stats)
 

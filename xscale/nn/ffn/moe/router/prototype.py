@@ -50,7 +50,7 @@ class PrototypeRouter(Router):
         prototypes = self.config.prototypes
         size = logits.shape[1] // prototypes
         # [N * k, E / k], [N * k, 1], [N * k, 1]
-        gates, weights, within = select_topk(self, logits.view(-1, size), 1)
+        gates, weights, within = select_topk(self, tokens, logits.view(-1, size), 1)
         weights = weights.view(len(x), prototypes)  # [N, k]
         experts = within.view(len(x), prototypes) + torch.arange(prototypes, device=x.device) * size
         probabilities = gates.view(len(x), -1) / prototypes  # [N, E], rows sum to 1

@@ -124,7 +124,8 @@ class RoundRobinRouter(Router):
         config = self.config
         logits = self.score.logits(x, tokens)
         # The usual selection is made too, so that this costs as much as `topk`.
-        gates, _, _ = select_topk(self, logits, config.top_k, config.score, self.bias_update.bias())
+        bias = self.bias_update.bias()
+        gates, _, _ = select_topk(self, tokens, logits, config.top_k, config.score, bias)
         slots = torch.arange(len(gates) * config.top_k, device=gates.device).view(
             len(gates), -1
         )  # [N, k]

@@ -88,6 +88,14 @@ class Router(Part, PostStepState):
         """x [N, D], N = B*T in the order of `tokens`."""
         raise NotImplementedError
 
+    def repeat(self, choice: Tensor, tokens: Tokens) -> Tensor:
+        """Return `choice`, indices or a mask; in a recomputation, what the router chose in its first forward.
+
+        Each choice by comparison of scores goes through here, and is then read for weights, losses and statistics.
+        """
+        choices = tokens.forward.choices
+        return choice if choices is None else choices.make_or_repeat(choice)
+
     def draws(self, tokens: Tokens) -> bool:
         """Whether this forward may use random numbers."""
         return self.training and tokens.forward.rng_seed is not None

@@ -51,7 +51,7 @@ class TopKRouter(Router):
         logits = self.score.logits(x, tokens)
         # [N, E], [N, k], [N, k]
         gates, chosen, experts = select_topk(
-            self, logits, config.top_k, config.score, self.bias_update.bias()
+            self, tokens, logits, config.top_k, config.score, self.bias_update.bias()
         )
         weights = combine_weights(chosen, config)
         probabilities = probabilities_of(gates, config.score)
@@ -86,6 +86,8 @@ class SwitchRouter(Router):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.score.logits(x, tokens)
-        probabilities, weights, experts = select_topk(self, logits, 1)  # [N, E], [N, 1], [N, 1]
+        probabilities, weights, experts = select_topk(
+            self, tokens, logits, 1
+        )  # [N, E], [N, 1], [N, 1]
         loss, stats = self.balance.aux_losses(tokens, logits, probabilities, experts)
         return Routing.from_topk(experts, weights, probabilities, loss=loss, stats=stats)
