@@ -39,6 +39,7 @@ from xscale.parallel.shard.sharded import ShardedParameter, sharded_parameters
 from xscale.run.config_changes import check_same_config
 from xscale.run.init_weights import adopt_tokenizer
 from xscale.run.parts import RunParts, device_of
+from xscale.run.route_replay import open_replay, require_routes
 from xscale.run.run_data import (
     data_of_run,
     evaluation_sequences,
@@ -105,6 +106,8 @@ def set_up(
     source_length = settings.data.source_length
     model = build_on_meta(settings, tokenizer.vocabulary, unpadded)
     plan = _checked_plan(settings, model, specials, rank_info.world)
+    ranks = Consensus(mesh.background, "read")
+    replay = open_replay(model, tokenizer, ranks)
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
     backends = attention_backends.sentences(device, dropout=draws_dropout(model))
@@ -115,6 +118,9 @@ def set_up(
     objective: Objective = OBJECTIVES.build(
         settings.objective, specials, source_length, settings.run.seed
     )
+    if replay is not None:
+        objective = replay.apply(model, objective)
+        applied.append(str(replay))
     objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
     applied += lines
     engine = make_engine(settings, model, parameters, mesh)
@@ -123,6 +129,12 @@ def set_up(
     micro_batches = partial(
         make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding
     )
+    training = micro_batches(corpus.train)
+    validation = None if corpus.validation is None else micro_batches(corpus.validation)
+    eval_sequences = _evaluation_sequences(settings, corpus.validation)
+    if replay is not None:
+        require_routes(training, settings.train.steps * settings.train.batch_size, ranks)
+        require_routes(validation if settings.train.eval_every else None, eval_sequences, ranks)
     return RunParts(
         settings=settings,
         mesh=mesh,
@@ -133,9 +145,9 @@ def set_up(
         applied=tuple(applied),
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
         stepper=Stepper(engine, objective, device, repeats=repeats, graphs=graphs),
-        training=micro_batches(corpus.train),
-        validation=None if corpus.validation is None else micro_batches(corpus.validation),
-        eval_sequences=_evaluation_sequences(settings, corpus.validation),
+        training=training,
+        validation=validation,
+        eval_sequences=eval_sequences,
         token_bytes=torch.from_numpy(tokenizer.byte_lengths()).to(device),
         model_size=counted,
         flops_per_sample=flops,

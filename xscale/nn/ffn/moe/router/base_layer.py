@@ -50,10 +50,11 @@ class BalancedAssignmentRouter(Router):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.score.logits(x, tokens)  # [N, E]
-        experts = self.assign(logits.detach()) if self.training else logits.argmax(1)  # [N]
-        experts = self.repeat(experts, tokens)
-        weights = logits.gather(1, experts[:, None]).sigmoid()  # [N, 1]
+        own = self.assign(logits.detach()) if self.training else logits.argmax(1)  # [N]
+        own = self.repeat(own, tokens)[:, None]  # [N, 1]
+        experts = self.replay(own, tokens)
+        weights = logits.gather(1, experts).sigmoid()  # [N, 1]
         loss, stats = self.z_loss.aux_losses(tokens, logits)
         return Routing.from_topk(
-            experts[:, None], weights, logits.softmax(1), loss=loss, stats=stats
+            experts, weights, logits.softmax(1), loss=loss, stats=stats, own=own
         )

@@ -73,10 +73,15 @@ class NoisyTopKRouter(Router):
         if self.draws(tokens):
             std = F.softplus(self.score.linear(self.score.upcast(x), self.noise))
             noisy = clean + self.random.normal(clean, ("tokens", "experts")) * std
-        experts = self.repeat(noisy.topk(self.config.top_k, dim=1).indices, tokens)  # [N, k]
-        weights = noisy.gather(1, experts).softmax(1)
-        loss, stats = self.aux_losses(tokens, clean, noisy, std, weights, experts)
-        return Routing.from_topk(experts, weights, noisy.softmax(1), loss=loss, stats=stats)
+        own = self.repeat(noisy.topk(self.config.top_k, dim=1).indices, tokens)  # [N, k]
+        experts = self.replay(own, tokens)
+        weights = own_weights = noisy.gather(1, own).softmax(1)
+        if experts is not own:
+            weights = noisy.gather(1, experts).softmax(1)
+        loss, stats = self.aux_losses(tokens, clean, noisy, std, own_weights, own)
+        return Routing.from_topk(
+            experts, weights, noisy.softmax(1), loss=loss, stats=stats, own=own
+        )
 
     def aux_losses(
         self,
