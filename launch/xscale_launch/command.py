@@ -1,4 +1,4 @@
-"""Parts shared by the verbs of `xscale launch`: config, overrides, the trainer's command, and the format of a table."""
+"""Parts shared by the verbs of `xscale launch`: config, overrides, the trainer's command, and what is printed."""
 
 import argparse
 import difflib
@@ -7,12 +7,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from xscale_launch.files import shown
 from xscale_launch.paths import expand
 from xscale_launch.status import LaunchError
 
 PYTHON = sys.executable
 CONFIGS = (Path(__file__).parents[2] / "configs", Path(__file__).parents[1] / "xscale" / "configs")
 """Folders with the configs that come with xscale: in a checkout, and in an installed package."""
+
+
+def write(text: str, end: str = "\n") -> None:
+    """Print a result on standard output; what of it a terminal would carry out is escaped."""
+    print(shown(text), end=end, flush=True)
+
+
+def say(message: str) -> None:
+    """Print a message of the launcher on standard error, as `write` does."""
+    print(shown(f"xscale launch: {message}"), file=sys.stderr, flush=True)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +65,15 @@ def check_config(config: str, overrides: Sequence[str]) -> Path:
                 f"{override!r} is not an override: write key=value, such as train.steps=100"
             )
     return path
+
+
+def is_config(word: str) -> bool:
+    """Whether the word is a config: a file, or the name of a recipe."""
+    try:
+        return (_recipe(word) or expand(word)).is_file()
+    except LaunchError:
+        # Several recipes begin so.
+        return True
 
 
 def _recipe(word: str) -> Path | None:

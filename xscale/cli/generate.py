@@ -53,7 +53,7 @@ Prompt = Annotated[str | None, typer.Option(help="The same as an option.")]
 Suffix = Annotated[
     str | None, typer.Option(help="Print what fills a gap before it (fill_in_middle).")
 ]
-NewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens.")]
+NewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens.", min=0)]
 Temperature = Annotated[
     float | None,
     typer.Option(min=0, help="Sampling temperature; 0: greedy decoding; default: 0.8."),

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,12 @@ from xscale.objective.objective import OBJECTIVES, Batch, Objective
 from xscale.run.init_weights import data_with_adopted_tokenizer
 from xscale.run.load_run import LoadedRun, load_run
 from xscale.run.route_replay import (
-    ReplayedObjective,
     number_routes,
     open_replay,
     replay_file,
     require_routes,
     route_layout,
+    with_routes,
 )
 from xscale.run.run_data import make_micro_batches, prepare_and_open_data, special_tokens_of
 from xscale.settings.settings import Settings
@@ -74,8 +74,7 @@ class EvaluationData:
         """Evaluate a model on the first `sequences`; None: on all. `recording`: gets the routes of their tokens."""
         batches: Iterable[tuple[Batch, bool]] = self.batches.evaluation(self.count(sequences))
         names = self.batches.loader.class_names
-        if isinstance(self.objective, ReplayedObjective):
-            require_routes(self.batches, self.count(sequences), Consensus(doing="read"))
+        require_routes(self.batches, self.count(sequences), Consensus(doing="read"))
         if recording is not None:
             batches = recording.record(batches, self.batches)
         return evaluate(model, self.objective, batches, self.token_bytes, names=names)
@@ -213,6 +212,11 @@ def _evaluate(
                 say_aside(note)
         numbers = asdict(data.evaluate(loaded.model, sequences, recording))
         metrics = numbers.pop("metrics")
+        if data.batches.new_states is not None:
+            alone = replace(data, batches=replace(data.batches, new_states=None))
+            without = alone.evaluate(loaded.model, sequences)
+            metrics["loss_without_memory"] = without.loss
+            metrics["perplexity_without_memory"] = without.perplexity
         # Perplexity and bits per byte of labels are no numbers.
         return {
             "step": loaded.step,
@@ -248,11 +252,12 @@ def evaluation_data(
             settings.data.source_length,
             settings.run.seed,
         )
-        if replay is not None:
-            objective = replay.apply(loaded.model, objective)
+        objective, _ = with_routes(replay, loaded.model, objective)
         token_bytes = torch.from_numpy(tokenizer.byte_lengths()).to(loaded.mesh.device)
         yield EvaluationData(
-            objective, make_micro_batches(settings, loader, objective, loaded.mesh), token_bytes
+            objective,
+            make_micro_batches(settings, loader, objective, loaded.mesh, model=loaded.model),
+            token_bytes,
         )
 
 
@@ -313,7 +318,7 @@ def _data_of_source(
         "tokenizer": tokenizer.config,
         "prepared": None,
         "blend": (),
-        "shuffle": False,
+        "order": "text",
     }
     if (path / MANIFEST).is_file() or suffixed(path, ".idx").is_file():
         return data.model_copy(update=base | {"prepared": source, "validation": 0.0})

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from xscale.core.errors import ConfigError
+from xscale.generate.segment_decoder import SegmentDecoder
 from xscale.mesh.collectives import sum_scalars
 from xscale.nn.blocks.block import Block
 from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
@@ -76,9 +77,7 @@ class GrowingDecoder:
     ) -> None:
         self.model, self.source = model, source
         self.policy, self.prefix, self.signals = policy, prefix, signals
-        # A pipeline rank has only some of the blocks, and all ranks must make the same decision.
-        all_incremental = sum_scalars([float(not incremental(model))], device)[0] == 0
-        self.cache: dict[str, Any] | None = {} if all_incremental else None
+        self.cache: dict[str, Any] | None = {} if all_incremental(model, device) else None
         self.prompt = self.done = 0
 
     def next_logits(self, ids: Tensor) -> Tensor:
@@ -233,6 +232,12 @@ def incremental(model: nn.Module) -> bool:
     return all(module.decodes for module in model.modules() if isinstance(module, Mixer))
 
 
+def all_incremental(model: nn.Module, device: torch.device) -> bool:
+    """Whether every mixer of all ranks decodes incrementally. Collective: a pipeline rank has some of the blocks, and
+    all ranks must make the same decision."""
+    return sum_scalars([float(not incremental(model))], device)[0] == 0
+
+
 def make_decoder(
     model: nn.Module,
     capacity: int,
@@ -242,16 +247,23 @@ def make_decoder(
     source: Tokens | None,
     policy: ExitPolicyConfig | None,
     prefix: bool,
+    segment: int | None = None,
 ) -> StepDecoder:
-    """Return the decoder that `decoding` asks for; ConfigError where it asks for a static form that there is not."""
+    """Return the decoder that `decoding` asks for; ConfigError where it asks for a static form that there is not.
+
+    `segment`: tokens of a segment, for a model that keeps a state between segments; None: it keeps none.
+    """
     if decoding.decoder is not None:
         decoding.decoder.restart()
         return decoding.decoder
     decoding.check()
     must_be_static = decoding.cache == "static" or decoding.compile
-    growing = GrowingDecoder(
+    growing: StepDecoder = GrowingDecoder(
         model, source, policy, prefix=prefix, device=device, signals=decoding.signals
     )
+    if segment is not None:
+        assert decoding.signals is None, "a step over segments is given no signals"
+        growing = SegmentDecoder(model, segment, incremental=all_incremental(model, device))
     if not must_be_static and (decoding.cache == "growing" or device.type != "cuda"):
         return growing
     reasons = list(_why_growing(model, policy, device))

@@ -17,6 +17,7 @@ from xscale.generate.generate import encode_prompt, generate, lay_out_matrices
 from xscale.generate.parallel_decoding import decode_in_parallel
 from xscale.mesh.consensus import Consensus
 from xscale.nn.model.model import MODELS
+from xscale.nn.module import carried_tensors
 from xscale.nn.signals import Signal
 from xscale.objective.disco import Disco
 from xscale.objective.fill_in_middle import FillInMiddle
@@ -60,6 +61,9 @@ def generate_text(
     decoding.check()
     loaded = _load(folder, plugins, ema, say)
     if replay_routes is not None:
+        if carried_tensors(loaded.model):
+            what = "a model that keeps a state between segments reads the same tokens in several segments"
+            raise ConfigError("--replay-routes", what, "Leave it out.")
         if beams > 1:
             what = "beam search reads many texts, and a file has the routes of one"
             raise ConfigError("--replay-routes", what, "Leave out --beams.")
@@ -68,6 +72,8 @@ def generate_text(
     traits = MODELS.of(settings.model).traits
     device = loaded.mesh.device
     window, longest = _lengths(settings, has_source=traits.source)
+    if carried_tensors(loaded.model):
+        longest = None
     objective = _objective(settings, tokenizer)
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
     source = None

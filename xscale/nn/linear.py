@@ -1,12 +1,13 @@
 """The linear map and the token embedding, with named axes."""
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.nn.axes import Axis
+from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Module
 from xscale.nn.roles import Role, Seams
@@ -32,6 +33,18 @@ class Linear(Module):
             self.declare("bias", (outputs,), axes[:1], ZEROS, decays=False)
         else:
             self.bias = None
+
+    @classmethod
+    def from_width(cls, dims: Dims, outputs: int, axis: Axis, *, bias: bool = False) -> Self:
+        """Map hidden states [..., D] to `outputs` channels of `axis`; where that is sharded over tp, it is Megatron's
+        column-parallel linear."""
+        return cls(dims.width, outputs, (axis, "width"), dims.init, bias=bias)
+
+    @classmethod
+    def to_width(cls, dims: Dims, inputs: int, axis: Axis, *, bias: bool = False) -> Self:
+        """Map `inputs` channels of `axis` to what is added to the residual stream [..., D]; where the axis is sharded
+        over tp, it is Megatron's row-parallel linear."""
+        return cls(inputs, dims.width, ("width", axis), dims.residual_init, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""

@@ -20,6 +20,7 @@ from xscale.nn.init import Init
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import RandomNumbers
 from xscale.nn.roles import Role, Seams
+from xscale.nn.segment_state import CarriedTensor
 
 
 def seams_of(module: object) -> dict[str, Role]:
@@ -161,6 +162,11 @@ class Module(nn.Module):
         """List what the module needs of the layout and of the engine of a run, each with the reason."""
         return []
 
+    def carries(self) -> Mapping[str, CarriedTensor]:
+        """Return the tensors of each row that the module keeps from one segment of a stream to the next, by name
+        (`xscale.nn.segment_state`); none: its output depends on the segment alone."""
+        return {}
+
     def why_not_static(self) -> str | None:
         """Return why a step of generation with it has no static form, a clause about it; None: it has one.
 
@@ -249,6 +255,16 @@ def parameter_width_ratios(model: nn.Module) -> dict[str, float]:
         for path, module in model.named_modules()
         if isinstance(module, Module)
         for name, ratio in module.width_ratios.items()
+    }
+
+
+def carried_tensors(model: nn.Module) -> dict[str, CarriedTensor]:
+    """Full name -> what the model's modules keep of each row between segments; empty: it has no such memory."""
+    return {
+        f"{module.path}.{name}": about
+        for module in model.modules()
+        if isinstance(module, Module)
+        for name, about in module.carries().items()
     }
 
 

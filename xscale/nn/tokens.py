@@ -105,6 +105,8 @@ class Tokens:
     pooled_from: int | None = None
     """Tokens of the sequence of which these are windows, in a stack that has shortened it: a difference of indices is
     no distance. None: these are the tokens."""
+    memory_tokens: int = 0
+    """Tokens of earlier segments that stand before the text where others attend to it; queries are those behind."""
     carried: Mapping[str, tuple[TokenAxes, Tensor]] = field(default_factory=dict, hash=False)
     """Axes and tensor of each signal of a part, by its key; read them with `get`, and set them with `with_signals`."""
     forward: Forward = field(default_factory=Forward)

@@ -31,7 +31,8 @@ from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.ffn.moe.permutation import DispatchPlan, ExpertsCall
-from xscale.nn.module import substitute
+from xscale.nn.module import carried_tensors, substitute
+from xscale.nn.segment_state import SEGMENT_STATE, SegmentStates
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialTokens
 from xscale.parallel import context
@@ -241,6 +242,7 @@ def simulate_step(
                 engine = make_engine(settings, model, sharded_tensors, mesh)
             state_bytes = dict(tracer.live)
             batches = [shard_over_cp(_faked(batch, fake), sharding) for batch in global_batches]
+            batches = _with_segment_states(model, batches, plan.compute)
             repeats = degrees.tp * degrees.pp
             stepper = Stepper(engine, objective, torch.device("cpu"), repeats=repeats)
             stepper.timer.phase = lambda name: tracer.labelled(phase=name)  # type: ignore[method-assign]
@@ -326,6 +328,21 @@ def _batch(settings: Settings, objective: Objective) -> Batch:
     batch = batches.make(batches.loader.samples(0, rows), 1, settings.train.batch_size, None)
     find_document_runs(batch.tokens, batch.source)
     return batch
+
+
+def _with_segment_states(model: nn.Module, batches: list[Batch], dtype: torch.dtype) -> list[Batch]:
+    """Return the batches with what the model keeps of their rows between segments, if it keeps anything."""
+    if not (carried := carried_tensors(model)):
+        return batches
+    rows, device = len(batches[0].tokens.ids), torch.device("cpu")
+    states = SegmentStates(carried, rows * len(batches), dtype=dtype, device=device)
+    signals: list[dict[Any, Any]] = [
+        {SEGMENT_STATE: states.of_rows(rows * number, rows)} for number in range(len(batches))
+    ]
+    return [
+        replace(batch, tokens=batch.tokens.with_signals(signal))
+        for batch, signal in zip(batches, signals, strict=True)
+    ]
 
 
 def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:

@@ -21,6 +21,7 @@ from xscale.nn.ffn.moe.router.router import ROUTERS
 from xscale.nn.signals import Signal
 from xscale.objective.objective import Batch, Objective
 from xscale.objective.wrapped import WrappedObjective
+from xscale.run.parts import RunParts
 from xscale.step.batches import MicroBatches
 
 FILE = "moe.replay.file"
@@ -100,16 +101,16 @@ class ReplayedObjective(WrappedObjective):
         batch = self.objective.batch(tokens, documents, index, **fields)
         layout = self.routes.header.layout
         shape = (*batch.tokens.ids.shape, len(layout.layers), layout.width)
-        given = np.zeros(shape, np.uint8 if max(layout.experts) < 256 else np.int32)
+        routes = np.zeros(shape, np.uint8 if max(layout.experts) < 256 else np.int32)
         weights = np.zeros(shape, self.routes.header.weights or "float64") if self.weights else None
         for row, start, end, ids in text_pieces(batch):
-            found = self.routes.find(ids)
-            if found is None:
+            sequence = self.routes.find(ids)
+            if sequence is None:
                 raise missing_routes(self.routes, int(index[row]), start, end)
-            given[row, start:end] = found[0]
+            routes[row, start:end] = sequence[0]
             if weights is not None:
-                weights[row, start:end] = found[1]
-        signals: dict[Any, Any] = {ROUTES: torch.from_numpy(given)}
+                weights[row, start:end] = sequence[1]
+        signals: dict[Any, Any] = {ROUTES: torch.from_numpy(routes)}
         if weights is not None:
             signals[ROUTE_WEIGHTS] = torch.from_numpy(weights)
         return replace(batch, tokens=batch.tokens.with_signals(signals))
@@ -172,8 +173,8 @@ class RouteReplay:
         ConfigError with the first token that the file does not have behind those before it.
         """
         text = ids.cpu().numpy()
-        found = self.routes.find(text)
-        if found is None:
+        sequence = self.routes.find(text)
+        if sequence is None:
             known = next(
                 (end for end in reversed(range(1, len(text))) if self.routes.find(text[:end])), 0
             )
@@ -182,8 +183,8 @@ class RouteReplay:
             )
             fix = "Record the routes of this text, or leave out --replay-routes."
             raise ConfigError("--replay-routes", what, fix)
-        given = torch.from_numpy(found[0].astype(np.int32))[None].to(ids.device)
-        return {ROUTES: given}
+        routes = torch.from_numpy(sequence[0].astype(np.int32))[None].to(ids.device)
+        return {ROUTES: routes}
 
     def apply(self, model: nn.Module, objective: Objective) -> Objective:
         """Let the mixtures of this rank read their routes; return the objective whose batches have them."""
@@ -232,7 +233,9 @@ def mismatches(routes: RouteFile, model: RouteLayout) -> list[Problem]:
     fix = "Give routes that were recorded with this model."
     if stored.layers != model.layers:
         pairs = zip(stored.layers, model.layers, strict=False)
-        other = next(((one, two) for one, two in pairs if one != two), None)
+        other = next(
+            ((stored_path, path) for stored_path, path in pairs if stored_path != path), None
+        )
         what = f"{routes.path} has {len(stored.layers)} layers, and the model {len(model.layers)} mixtures"
         if other is not None:
             what = f"{routes.path} has routes of {other[0]} where the model has {other[1]}"
@@ -241,11 +244,13 @@ def mismatches(routes: RouteFile, model: RouteLayout) -> list[Problem]:
         ("experts", stored.experts, model.experts),
         ("experts of a token (top_k)", stored.top_k, model.top_k),
     ):
-        for layer, one, two in zip(model.layers, of_file, of_model, strict=True):
-            if one != two:
+        for layer, stored_count, count in zip(model.layers, of_file, of_model, strict=True):
+            if stored_count != count:
                 return [
                     Problem(
-                        FILE, f"{routes.path} has {one} {name} in {layer}, and the model {two}", fix
+                        FILE,
+                        f"{routes.path} has {stored_count} {name} in {layer}, and the model {count}",
+                        fix,
                     )
                 ]
     if stored.model not in (None, model.model):
@@ -257,16 +262,44 @@ def mismatches(routes: RouteFile, model: RouteLayout) -> list[Problem]:
     return []
 
 
-def require_routes(batches: MicroBatches | None, samples: int, ranks: Consensus) -> None:
+def with_routes(
+    replay: RouteReplay | None, model: nn.Module, objective: Objective
+) -> tuple[Objective, list[str]]:
+    """Return the objective whose batches have the routes that are replayed, and a line for the log; None: there are
+    none."""
+    return (objective, []) if replay is None else (replay.apply(model, objective), [str(replay)])
+
+
+def replays(objective: Objective) -> bool:
+    """Whether the batches of an objective have routes, which is the same on all ranks."""
+    while isinstance(objective, WrappedObjective):
+        if isinstance(objective, ReplayedObjective):
+            return True
+        objective = objective.objective
+    return False
+
+
+def require_all_routes(parts: RunParts) -> None:
+    """Raise ConfigError on all ranks where a run replays, and lacks the routes of a text that it will read.
+
+    Collective. The samples of the steps that are done are looked up too: the file is the same.
+    """
+    train, ranks = parts.settings.train, Consensus(parts.mesh.background, "read")
+    require_routes(parts.training, train.steps * train.batch_size, ranks)
+    if parts.validation is not None and train.eval_every:
+        require_routes(parts.validation, parts.eval_sequences, ranks)
+
+
+def require_routes(batches: MicroBatches, samples: int, ranks: Consensus) -> None:
     """Raise ConfigError on all ranks, with the first text without routes, if the file lacks one of a rank's samples.
 
-    `samples`: the first so many are read. Collective.
+    `samples`: the first so many are read. Does nothing where nothing is replayed; collective where something is.
     """
+    if not replays(batches.objective):
+        return
+    micro = batches.micro_batch
 
     def find_routes() -> None:
-        if batches is None:
-            return
-        micro = batches.micro_batch
         for first in range(batches.rank * micro, samples, batches.ranks * micro):
             read = batches.loader.samples(first, min(micro, samples - first))
             documents = read.documents if batches.separate else None

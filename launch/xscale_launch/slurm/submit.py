@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xscale_launch import command, profile, snapshot, status
+from xscale_launch.command import say, write
 from xscale_launch.env import environment, for_submission
 from xscale_launch.files import make_run_folder, remove_file, write_private, write_run_file
-from xscale_launch.local import say
 from xscale_launch.paths import path_argument
 from xscale_launch.plans import plan_query
 from xscale_launch.slurm import check_request, queue, script, sweep
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
         raise LaunchError("not submitted:\n" + "\n".join(f"  - {problem}" for problem in problems))
     text = script.render(job)
     if options.dry_run:
-        print(script.render(job, shown=True), end="")
+        write(script.render(job, shown=True), end="")
         if cluster_known:
             say(f"sbatch --test-only: {test_only(text)}")
         say(f"dry run: nothing was written or submitted; the run folder would be {top}")
@@ -334,9 +334,9 @@ def announce(ids: Sequence[str], run: Path, members: Sequence[Path]) -> None:
     submitted = (
         f"job {ids[0]}" if len(ids) == 1 else f"jobs {', '.join(ids)}, each after the previous one"
     )
-    print(f"submitted {submitted}" + (f", an array of {len(members)} runs" if members else ""))
+    write(f"submitted {submitted}" + (f", an array of {len(members)} runs" if members else ""))
     for folder in members:
-        print(f"  {folder}")
-    print(
+        write(f"  {folder}")
+    write(
         f"run folder  {run}\nwatch       xscale launch status {run}\n            xscale launch logs {run} --follow"
     )

@@ -28,11 +28,14 @@ class Requirements:
             return True
         choices = " or ".join(_text(choice) for choice in allowed)
         what = f"{self.architecture} does not support {_text(value)}"
-        self.problems.append(Problem(path, what, f"{choices} would map."))
+        self.reject(path, what, f"{choices} would map.")
         return False
 
     def reject(self, path: str, what: str, fix: str) -> None:
-        self.problems.append(Problem(path, what, fix))
+        """Record a problem, once."""
+        problem = Problem(path, what, fix)
+        if problem not in self.problems:
+            self.problems.append(problem)
 
 
 def _text(value: Any) -> str:

@@ -15,26 +15,13 @@ from xscale.convert.hf.architecture import (
 from xscale.convert.hf.bart import BART
 from xscale.convert.hf.bert import BERT, BIG_BIRD, ROBERTA
 from xscale.convert.hf.deberta import DEBERTA_V2
-from xscale.convert.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from xscale.convert.hf.distilbert import DISTILBERT
-from xscale.convert.hf.gemma import GEMMA2, GEMMA3
 from xscale.convert.hf.gpt2 import GPT2
 from xscale.convert.hf.gpt_neox import GPT_NEOX
-from xscale.convert.hf.gpt_oss import GPT_OSS
-from xscale.convert.hf.llama import (
-    LLAMA,
-    MISTRAL,
-    MIXTRAL,
-    OLMO2,
-    OLMOE,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-)
 from xscale.convert.hf.longformer import LONGFORMER
 from xscale.convert.hf.mxfp4 import quantization_method
 from xscale.convert.hf.t5 import SWITCH, T5
+from xscale.convert.hf.types import deepseek, gemma, glm, gpt_oss, llama, olmo
 from xscale.convert.hf.xlnet import XLNET
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
@@ -42,22 +29,40 @@ from xscale.core.foreign import foreign_errors
 from xscale.nn.model.model import MODELS, Model
 
 ARCHITECTURES = (
-    LLAMA,
+    llama.LLAMA.architecture(),
     GPT2,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    MIXTRAL,
-    QWEN3_MOE,
-    PHI3,
-    OLMO2,
-    OLMOE,
-    GPT_OSS,
-    GEMMA2,
-    GEMMA3,
+    llama.MISTRAL.architecture(),
+    llama.QWEN2.architecture(),
+    llama.QWEN3.architecture(),
+    llama.MIXTRAL.architecture(),
+    llama.QWEN3_MOE.architecture(),
+    llama.PHI3.architecture(),
+    olmo.OLMO2.architecture(),
+    olmo.OLMOE.architecture(),
+    gpt_oss.GPT_OSS.architecture(),
+    gemma.GEMMA2.architecture(),
+    gemma.GEMMA3.architecture(),
     GPT_NEOX,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
+    deepseek.DEEPSEEK_V2.architecture(),
+    deepseek.DEEPSEEK_V3.architecture(),
+    deepseek.GLM4_MOE.architecture(),
+    deepseek.DOTS1.architecture(),
+    llama.QWEN2_MOE.architecture(),
+    llama.MINISTRAL.architecture(),
+    llama.CWM.architecture(),
+    llama.SEED_OSS.architecture(),
+    llama.MINIMAX_M2.architecture(),
+    llama.SMOLLM3.architecture(),
+    olmo.OLMO3.architecture(),
+    olmo.FLEX_OLMO.architecture(),
+    deepseek.SOLAR_OPEN.architecture(),
+    deepseek.EXAONE4.architecture(),
+    deepseek.EXAONE_MOE.architecture(),
+    glm.HELIUM.architecture(),
+    glm.GLM.architecture(),
+    glm.GLM4.architecture(),
+    glm.ERNIE4_5.architecture(),
+    glm.ERNIE4_5_MOE.architecture(),
     BERT,
     ROBERTA,
     BIG_BIRD,

@@ -12,6 +12,7 @@ from xscale.core.config_keys.override_path import (
     is_plain,
     parse_path,
     path_text,
+    with_brackets,
 )
 from xscale.core.config_keys.present_keys import (
     PresentKey,
@@ -47,7 +48,7 @@ def resolve(keys: ConfigKeys, data: dict[str, Any], text: str) -> list[Target]:
         first in key.words[-1].names for key in walk(keys, root_of(keys, data), "kind")
     ):
         ending = ("kind",) if segments[-1].name == "kind" else ()
-        targets = [(*key.path, *ending) for key in find_present(keys, data, text)]
+        targets = [(*key.path, *ending) for key in find_present(keys, data, with_brackets(text))]
     else:
         # A misspelt section: the schema says so.
         targets = [tuple(segment.name for segment in segments)]
@@ -233,7 +234,9 @@ def _entries(
         )
     choice = f"{name}[0]" if count == 1 else f"{name}[0] to {name}[{count - 1}]"
     if isinstance(step, str):
-        fix = f"Give {choice}, or all entries by {name}[*]: {name}[*].{_text(step, *after)}=VALUE."
+        fix = (
+            f"Give {choice}, or all entries by {name}[*]: '{name}[*].{_text(step, *after)}=VALUE'."
+        )
         raise ConfigError(text, f"{name} is a list, whose entries have keys and not the list", fix)
     if step is not None:
         if step >= count:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from xscale.core.errors import ConfigError
+from xscale.core.files.file_safety import decode_json
 
 MAGIC = b"XSROUTES"
 VERSION = 1
@@ -40,7 +41,7 @@ class RouteLayout:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RouteChunk:
     """A part of the file: some sequences, their ids and their routes, each compressed by itself."""
 
     offset: int
@@ -52,7 +53,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RouteHeader:
-    """What a file of routes says of itself."""
+    """Layout, dtypes and chunks of a file of routes."""
 
     layout: RouteLayout
     ids: str
@@ -61,7 +62,7 @@ class RouteHeader:
     """dtype of the routes: the expert plus 1, or 0 for no expert."""
     weights: str | None
     """dtype of the weights; None: the file has none."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[RouteChunk, ...]
 
     @property
     def tokens(self) -> int:
@@ -103,7 +104,7 @@ def read_header(content: Any, where: str, key: str) -> RouteHeader:
     if zlib.crc32(header) != checksum:
         raise damaged
     try:
-        return _decode(json.loads(header), offset)
+        return _decode(decode_json(header), offset)
     except (KeyError, TypeError, ValueError):
         raise damaged from None
 
@@ -118,8 +119,10 @@ def _decode(data: dict[str, Any], end: int) -> RouteHeader:
     counts = {len(layout.layers), len(layout.experts), len(layout.top_k)}
     if len(counts) != 1 or not layout.layers or min(*layout.top_k, *layout.experts) < 1:
         raise ValueError("layers, experts and top_k differ in number, or one is empty")
-    names = [attribute.name for attribute in fields(Chunk)]
-    chunks = tuple(Chunk(**{name: int(chunk[name]) for name in names}) for chunk in data["chunks"])
+    names = [attribute.name for attribute in fields(RouteChunk)]
+    chunks = tuple(
+        RouteChunk(**{name: int(chunk[name]) for name in names}) for chunk in data["chunks"]
+    )
     for chunk in chunks:
         if not PREFIX.size <= chunk.offset <= end - chunk.text_bytes - chunk.route_bytes:
             raise ValueError("a chunk does not lie before the header")

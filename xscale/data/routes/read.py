@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xscale.core.errors import ConfigError
-from xscale.data.routes.header import RECORD_AGAIN, Chunk, RouteHeader, read_header
+from xscale.data.routes.header import RECORD_AGAIN, RouteChunk, RouteHeader, read_header
 
 Array = NDArray[Any]
 CACHED_CHUNKS = 8
@@ -71,7 +71,7 @@ class RouteFile:
             raise ConfigError(self.key, what, RECORD_AGAIN)
         return content
 
-    def _index(self, number: int, chunk: Chunk) -> None:
+    def _index(self, number: int, chunk: RouteChunk) -> None:
         kind = np.dtype(self.header.ids)
         wanted = 24 * chunk.sequences + kind.itemsize * chunk.tokens
         text = self._decompress(number, chunk.offset, chunk.text_bytes, wanted)

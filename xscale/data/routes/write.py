@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import atomic_write
-from xscale.data.routes.header import PREFIX, Chunk, RouteHeader, RouteLayout, pack_prefix
+from xscale.data.routes.header import PREFIX, RouteChunk, RouteHeader, RouteLayout, pack_prefix
 
 Array = NDArray[Any]
 CHUNK_TOKENS = 1 << 15
@@ -53,7 +53,7 @@ class RouteWriter:
         self.layout = layout
         self.ids, self.routes = narrowest(vocabulary - 1), narrowest(max(layout.experts))
         self.weights = weights
-        self._chunks: list[Chunk] = []
+        self._chunks: list[RouteChunk] = []
         self._pending: list[RoutedSequence] = []
         self._tokens = 0
         self._open = ExitStack()
@@ -79,7 +79,9 @@ class RouteWriter:
             offset = self._file.tell()
             self._file.write(content[chunk.offset : end])
             self._chunks.append(
-                Chunk(offset, chunk.text_bytes, chunk.route_bytes, chunk.sequences, chunk.tokens)
+                RouteChunk(
+                    offset, chunk.text_bytes, chunk.route_bytes, chunk.sequences, chunk.tokens
+                )
             )
 
     def close(self) -> None:
@@ -103,18 +105,24 @@ class RouteWriter:
         if not self._pending:
             return
         sequences, self._pending, self._tokens = self._pending, [], 0
-        numbers = np.array([(len(one.ids), one.sample, one.start) for one in sequences], "<i8")
-        text = numbers.tobytes() + b"".join(one.ids.astype(self.ids).tobytes() for one in sequences)
-        routed = b"".join(one.routes.astype(self.routes).tobytes() for one in sequences)
+        numbers = np.array(
+            [(len(sequence.ids), sequence.sample, sequence.start) for sequence in sequences], "<i8"
+        )
+        text = numbers.tobytes() + b"".join(
+            sequence.ids.astype(self.ids).tobytes() for sequence in sequences
+        )
+        routed = b"".join(sequence.routes.astype(self.routes).tobytes() for sequence in sequences)
         if self.weights is not None:
-            for one in sequences:
-                assert one.weights is not None, "a sequence without weights"
-                routed += one.weights.astype(self.weights).tobytes()
+            for sequence in sequences:
+                assert sequence.weights is not None, "a sequence without weights"
+                routed += sequence.weights.astype(self.weights).tobytes()
         parts = [_compressed(text), _compressed(routed)]
         offset = self._file.tell()
         self._file.write(b"".join(parts))
-        tokens = sum(len(one.ids) for one in sequences)
-        self._chunks.append(Chunk(offset, len(parts[0]), len(parts[1]), len(sequences), tokens))
+        tokens = sum(len(sequence.ids) for sequence in sequences)
+        self._chunks.append(
+            RouteChunk(offset, len(parts[0]), len(parts[1]), len(sequences), tokens)
+        )
 
 
 class _AbandonedError(Exception):
@@ -139,7 +147,7 @@ def write_routes(
     reads of a document, and the experts of each in the order of `layers`, the paths of the model's mixtures, as the
     array [tokens, layers, top_k] that vLLM and SGLang return for a request. A last token that the engine has sampled
     and not read has no route, and is to be left out of the ids. `tokenizer`: the fingerprint of the tokenizer that made
-    the ids, which a run of another one refuses; None: not known.
+    the ids, which a run of another tokenizer refuses; None: not known.
 
     ConfigError, with the sequence and the token, for arrays that do not fit together and experts out of range.
     """
@@ -148,8 +156,8 @@ def write_routes(
     ]
     if not all_sequences:
         raise ConfigError("sequences", "there is no sequence", "Give at least one.")
-    widths = {one.routes.shape[2] for one in all_sequences}
-    weighted = {one.weights is not None for one in all_sequences}
+    widths = {sequence.routes.shape[2] for sequence in all_sequences}
+    weighted = {sequence.weights is not None for sequence in all_sequences}
     if len(widths) > 1 or len(weighted) > 1:
         what = (
             "sequences differ in top_k"
@@ -161,11 +169,11 @@ def write_routes(
     layout = RouteLayout(
         tuple(layers), (experts,) * count, (widths.pop(),) * count, None, tokenizer
     )
-    vocabulary = 1 + max(int(one.ids.max()) for one in all_sequences)
+    vocabulary = 1 + max(int(sequence.ids.max()) for sequence in all_sequences)
     writer = RouteWriter(Path(path), layout, vocabulary, "float64" if weighted.pop() else None)
     try:
-        for one in all_sequences:
-            writer.add(one)
+        for sequence in all_sequences:
+            writer.add(sequence)
     except BaseException:
         writer.abandon()
         raise

@@ -3,9 +3,9 @@
 from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -31,7 +31,7 @@ class Area(Core):
     class Config(Core.Config):
         renamed: ClassVar[dict[str, str]] = {"longest": "max_area_size"}
 
-        max_area_size: int = Field(default=3, ge=1)
+        max_area_size: PositiveInt = 3
         """Maximum number of tokens in an area."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

@@ -9,10 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import PositiveFloat, PositiveInt, Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.bias import RelativeBias
@@ -67,9 +66,9 @@ class BlockSparse(Core):
     class Config(Core.Config):
         pattern: Annotated[Pattern.Config, Slot(PATTERNS)] = Fixed.Config()
         """Which key blocks each query block sees."""
-        block: int = Field(default=64, ge=1)
+        block: PositiveInt = 64
         """Tokens in a block, the unit of the pattern's sizes."""
-        soft_cap: float | None = Field(default=None, gt=0)
+        soft_cap: PositiveFloat | None = None
         """Scores become cap * tanh(score / cap) (Gemma team 2024); null: no cap."""
         sinks: bool = False
         """Whether each head has a learned logit in the softmax's denominator, an attention sink (gpt-oss), which starts

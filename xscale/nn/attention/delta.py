@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.linear import dpfp_features
 from xscale.nn.attention.ops.delta_rule import CHUNK, DeltaRule
@@ -41,7 +41,7 @@ class Delta(Core):
     class Config(Core.Config):
         renamed: ClassVar[dict[str, str]] = {"order": "nu"}
 
-        nu: int = Field(default=1, ge=1)
+        nu: PositiveInt = 1
         """Capacity of the feature map DPFP-nu: 2 * nu * K features."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

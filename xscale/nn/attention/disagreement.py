@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import NonNegativeFloat
 from xscale.nn.attention.core import CORES, SCORES
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -35,11 +35,11 @@ class Disagreement(Softmax):
     reads_bias: ClassVar[bool] = True
 
     class Config(Softmax.Config):
-        subspace_weight: float = Field(default=0.0, ge=0)
+        subspace_weight: NonNegativeFloat = 0.0
         """Weight of the loss on the cosines of the heads' values."""
-        position_weight: float = Field(default=0.0, ge=0)
+        position_weight: NonNegativeFloat = 0.0
         """Weight of the loss on the products of the heads' attention weights, which computes all of them."""
-        output_weight: float = Field(default=1.0, ge=0)
+        output_weight: NonNegativeFloat = 1.0
         """Weight of the loss on the cosines of the heads' outputs: the paper's best term by itself."""
 
     averages_tokens = True

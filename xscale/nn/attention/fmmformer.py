@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeInt
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunked_scan import linear_attention, scan_multiply_adds
@@ -46,7 +47,7 @@ class Fmmformer(Core):
     class Config(Core.Config):
         renamed: ClassVar[dict[str, str]] = {"band": "bandwidth", "far": "feature_maps"}
 
-        bandwidth: int = Field(default=20, ge=0)
+        bandwidth: NonNegativeInt = 20
         """Near field: keys on each side of a query."""
         feature_maps: int = Field(default=2, ge=1, le=3)
         """Far field: feature maps (rank), of elu(x) + 1, elu(-x) + 1 and tanh(x) the first ones."""

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from xscale.core.config import Slot
+from xscale.core.config import PositiveInt, Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, multiples_near, take
 from xscale.nn.attention.block_sparse import BlockSparse
@@ -48,7 +48,7 @@ class SplitHeads(Core):
             default=(BlockSparse.Config(pattern=Window.Config()), Softmax.Config()), min_length=2
         )
         """The cores."""
-        shares: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+        shares: tuple[PositiveInt, ...] | None = None
         """Share of the heads that each core has: (1, 3) gives the first a quarter; null: equal shares."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Config, Slot
+from xscale.core.config import Config, FractionBelowOne, NonNegativeFloat, Slot
 from xscale.core.errors import Problem
 from xscale.nn.blocks.block_checks import check_parallel_sublayer, check_sublayer
 from xscale.nn.depth.depth_pass import Edges
@@ -32,7 +32,7 @@ from xscale.nn.tokens import Tokens
 class SublayerConfig(Config):
     part: Literal["mixer", "cross", "ffn"]
     """The kind of sublayer: the mixer, the cross-attention to the encoder's output, or the feed-forward part."""
-    factor: float = Field(default=1.0, ge=0)
+    factor: NonNegativeFloat = 1.0
     """Factor of the sublayer's output before it is added: 0.5 for the halves of Macaron (Lu et al. 2019)."""
     parallel: bool = False
     """Whether it reads the input of the sublayer before it, so that both outputs are added to that input (So et al.
@@ -69,7 +69,7 @@ class BlockConfig(Config):
     residual: Annotated[ResidualStream.Config, Slot(RESIDUALS)] = Pre.Config()
     """The residual stream: how sublayers read from it and write to it, and where norms stand. All blocks of a stack
     have the same."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: FractionBelowOne = 0.0
     """Dropout probability of each sublayer's output."""
     gates: GatesConfig | None = None
     """Gates that decide for each token which sublayers are computed, under a budget (Bapna et al. 2020); null: all."""

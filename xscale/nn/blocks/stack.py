@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from xscale.core.config import Config, Slot
+from xscale.core.config import Config, NonNegativeInt, PositiveInt, Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import share_layer_tables
@@ -35,13 +35,13 @@ OVERRIDES = ("mixer", "ffn", "sublayers")
 class LayerRule(Config):
     """Overrides parts of some blocks. Later rules win over earlier ones."""
 
-    every: int = Field(default=1, ge=1)
+    every: PositiveInt = 1
     """Period of the rule: 2 is every second block (GShard, Switch)."""
-    at: int = Field(default=0, ge=0)
+    at: NonNegativeInt = 0
     """First block of each period to which the rule applies, from 0."""
-    first: int = Field(default=0, ge=0)
+    first: NonNegativeInt = 0
     """Blocks before this one are left alone."""
-    last: int | None = Field(default=None, ge=0)
+    last: NonNegativeInt | None = None
     """Blocks from this one on are left alone; null: none."""
     mixer: Annotated[Mixer.Config, Slot(MIXERS)] | None = None
     """The mixer of these blocks; null: unchanged."""

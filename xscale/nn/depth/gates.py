@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from xscale.core.config import Config
+from xscale.core.config import Config, NonNegativeFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import instead, take
 from xscale.nn.auxiliary import attach
@@ -49,13 +49,13 @@ class GatesConfig(Config):
     training batch draws one."""
     budget: float | None = Field(default=None, gt=0, le=1)
     """The budget of evaluation and generation, one of `budgets`; null: the largest."""
-    hidden: int | None = Field(default=None, ge=1)
+    hidden: PositiveInt | None = None
     """Hidden units of each gate; null: a quarter of the width."""
-    noise: float = Field(default=1.0, ge=0)
+    noise: NonNegativeFloat = 1.0
     """Standard deviation of the noise at the end of the run, to which it grows linearly from 0."""
     bias: float = 1.0
     """Initial bias c of each gate; above 0 all sublayers are computed at first."""
-    loss_weight: float = Field(default=1.0, ge=0)
+    loss_weight: NonNegativeFloat = 1.0
     """Weight of the budget's loss."""
 
     @property

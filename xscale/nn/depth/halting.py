@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from xscale.core.config import Config
+from xscale.core.config import Config, NonNegativeFloat
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.auxiliary import attach, mean_over_text
@@ -33,7 +33,7 @@ from xscale.nn.tokens import Tokens
 class HaltingConfig(Config):
     epsilon: float = Field(default=0.01, gt=0, lt=1)
     """A token halts when its probabilities sum up to 1 - epsilon."""
-    ponder_weight: float = Field(default=0.01, ge=0)
+    ponder_weight: NonNegativeFloat = 0.01
     """Weight of the ponder cost, N + R in the mean over tokens, in the loss."""
     bias: float = 1.0
     """Initial bias b of the halting unit; 1, as Graves takes, lets tokens halt early at first."""

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xscale.core.choices import Choice
-from xscale.core.config import Config, Slot
+from xscale.core.config import Config, NonNegativeInt, PositiveInt, Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed, change, instead, take
 from xscale.nn.attention.core import CORES
@@ -37,7 +37,7 @@ from xscale.nn.tokens import Tokens
 
 
 class SequencePoolingConfig(Config):
-    before: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+    before: tuple[PositiveInt, ...] = Field(min_length=1)
     """Blocks, numbered from 0, before which the sequence is shortened by half: the first blocks of all stages but the
     first."""
     method: Literal["mean", "max", "distill"] = "mean"
@@ -47,7 +47,7 @@ class SequencePoolingConfig(Config):
     """Whether the first token, such as [CLS], is a window of its own; false with distill."""
     queries_only: bool = True
     """Whether the first block of a stage reads keys and values of the sequence before pooling; false with distill."""
-    decoder_blocks: int = Field(default=0, ge=0)
+    decoder_blocks: NonNegativeInt = 0
     """The last blocks, which read the full sequence: the repeated states plus those of the first stage. 0: the states
     of windows are the output, repeated for the head of an encoder."""
     norm: Annotated[Norm.Config, Slot(NORMS)] | None = None

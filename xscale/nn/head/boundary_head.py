@@ -10,11 +10,10 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import Config
+from xscale.core.config import Config, PositiveInt
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
@@ -31,9 +30,9 @@ own place. None: there are no spans."""
 
 
 class BoundaryHeadConfig(Config):
-    max_span: int = Field(default=10, ge=1)
+    max_span: PositiveInt = 10
     """Longest span, in tokens: rows of the table of positions within one."""
-    position_width: int = Field(default=200, ge=1)
+    position_width: PositiveInt = 200
     """Width of the embedding of a position within a span."""
 
 

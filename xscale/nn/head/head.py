@@ -30,9 +30,7 @@ class HeadTransform(Module):
     ) -> None:
         super().__init__()
         self.activation = activation(name)
-        self.dense = Linear(
-            dims.width, width or dims.width, ("state", "width"), dims.init, bias=True
-        )
+        self.dense = Linear.from_width(dims, width or dims.width, "state", bias=True)
         self.norm: Norm = NORMS.build(norm, width or dims.width)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Config
+from xscale.core.config import Config, PositiveFloat
 from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -26,7 +25,7 @@ LENGTHS = Signal[Tensor]("length_head.lengths", TokenAxes((BATCH,)))
 
 
 class LengthHeadConfig(Config):
-    weight: float = Field(default=0.1, gt=0)
+    weight: PositiveFloat = 0.1
     """Weight of its loss, the mean over the sequences, beside that of the tokens."""
 
 
@@ -39,7 +38,7 @@ class LengthHead(Module):
     def __init__(self, config: LengthHeadConfig, dims: Dims) -> None:
         super().__init__()
         self.loss_weight = config.weight
-        self.classifier = Linear(dims.width, dims.length, ("state", "width"), dims.init, bias=True)
+        self.classifier = Linear.from_width(dims, dims.length, "state", bias=True)
         # A classifier is no map between hidden states, which optimizers of matrices update.
         self.classifier.linear_maps.clear()
 

@@ -35,7 +35,7 @@ class Pooler(Module):
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
-        self.dense = Linear(dims.width, dims.width, ("state", "width"), dims.init, bias=True)
+        self.dense = Linear.from_width(dims, dims.width, "state", bias=True)
 
     def forward(self, first: Tensor) -> Tensor:
         return torch.tanh(self.dense(first))
@@ -53,9 +53,7 @@ class SentenceHead(Module):
         self.classes = config.classes
         self.globals = globals
         self.pooler = Pooler(dims)
-        self.classifier = Linear(
-            dims.width, config.classes, ("state", "width"), dims.init, bias=True
-        )
+        self.classifier = Linear.from_width(dims, config.classes, "state", bias=True)
         self.loss_fraction = 1.0
         """Fraction of the loss of which this rank computes the gradient. A seam: the fractions of the ranks that have
         the same sequences add up to 1."""

@@ -5,10 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt, Slot
 from xscale.core.errors import ConfigError
 from xscale.nn.attention.core import CORES, Core
 from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask, ScoreEdge
@@ -40,11 +39,11 @@ from xscale.nn.tokens import Tokens
 )
 class Attention(AttentionChecks):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, query heads."""
-        kv_heads: int | None = Field(default=None, ge=1)
+        kv_heads: PositiveInt | None = None
         """G, key and value heads: 1 is multi-query attention, null multi-head (as many as query heads)."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head; null: width / heads."""
         core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
         """The attention core, q, k, v -> o."""
@@ -59,11 +58,11 @@ class Attention(AttentionChecks):
         """Norm of each query and key before their product (Henry et al. 2020); null: none."""
         qk_norm_over: Literal["head", "heads"] = "head"
         """Channels over which qk_norm normalises: those of one head, or of all heads of a token together (OLMo 2)."""
-        scale: float | None = Field(default=None, gt=0)
+        scale: PositiveFloat | None = None
         """Factor of the scores q k^T; null: 1 / sqrt(head_width)."""
         position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
         """Position encoding of this mixer, which acts on its queries and keys or scores; null: the model's."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
         @pydantic.model_validator(mode="after")
@@ -97,14 +96,14 @@ class Attention(AttentionChecks):
         self.core_separates_documents: bool = (
             CORES.of(config.core).part.traits_of(config.core).documents
         )
-        self.q = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias)
+        self.q = Linear.from_width(dims, inner, "heads", bias=config.bias)
         self.k: Linear | None = None
         self.shared_qk = self._shares_qk(config, dims)
         if not self.shared_qk:
-            self.k = Linear(dims.width, outer, ("kv_heads", "width"), dims.init, bias=config.bias)
-        self.v = Linear(dims.width, outer, ("kv_heads", "width"), dims.init, bias=config.bias)
+            self.k = Linear.from_width(dims, outer, "kv_heads", bias=config.bias)
+        self.v = Linear.from_width(dims, outer, "kv_heads", bias=config.bias)
         output_bias = config.bias if config.output_bias is None else config.output_bias
-        self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=output_bias)
+        self.o = Linear.to_width(dims, inner, "heads", bias=output_bias)
         norm, over_all = config.qk_norm, config.qk_norm_over == "heads"
         self.qk_norm_over = "head" if norm is None else config.qk_norm_over
         self.q_norm: Norm | None = (
@@ -258,7 +257,9 @@ class Attention(AttentionChecks):
                 queries=q.shape[2],
                 keys=k.shape[2],
                 causal=self.causal,
-                offset=0 if self.cross or key_tokens is not tokens else k.shape[2] - q.shape[2],
+                offset=k.shape[2] - q.shape[2]
+                if key_tokens is tokens and not self.cross
+                else key_tokens.memory_tokens,
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
                 spans=tokens.found_document_spans() if documents and key_tokens is tokens else None,

@@ -11,24 +11,24 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.roles import Role, Seams
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "average_attention",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    traits=CAUSAL,
 )
 class AverageAttention(Mixer):
     class Config(Mixer.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """F, hidden width of the mixer's own feed-forward network; null: four times the model's width, as the paper."""
         bias: bool = True
         """Whether the feed-forward network and the gates have biases, as in the paper."""

@@ -11,16 +11,17 @@ rows, so a token reaches all tokens before it in one layer, by attention over sq
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer, RefusedPositions
 from xscale.nn.mixer.without_padding import require_one_document
 from xscale.nn.module import Module
 from xscale.nn.position.position import POSITIONS, Position
@@ -29,9 +30,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "axial",
-    traits=MixerTraits(
-        causal=True, bidirectional=False, cross=False, documents=False, decode=False
-    ),
+    traits=replace(CAUSAL, documents=False, decode=False),
     deviations=(
         "Each mixer has the whole construction; the paper stacks layers of rows and of columns before one shift, and "
         "layers of masked rows after it, each with its own feed-forward.",
@@ -41,9 +40,9 @@ from xscale.nn.tokens import Tokens
 )
 class AxialMixer(Mixer):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of each of the three attentions."""
-        width: int = Field(default=64, ge=1)
+        width: PositiveInt = 64
         """Tokens in a row of the grid."""
 
     refused_positions = RefusedPositions(
@@ -109,10 +108,8 @@ class _AxisAttention(Module):
     def __init__(self, heads: int, dims: Dims) -> None:
         super().__init__()
         self.heads = heads
-        self.q, self.k, self.v = (
-            Linear(dims.width, dims.width, ("state", "width"), dims.init) for _ in range(3)
-        )
-        self.o = Linear(dims.width, dims.width, ("width", "state"), dims.residual_init)
+        self.q, self.k, self.v = (Linear.from_width(dims, dims.width, "state") for _ in range(3))
+        self.o = Linear.to_width(dims, dims.width, "state")
 
     def forward(
         self,

@@ -11,16 +11,14 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "cluster_former",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
 )
 class ClusterFormerAttention(Attention):
     class Config(Attention.Config):

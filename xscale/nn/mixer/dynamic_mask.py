@@ -19,15 +19,13 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "dynamic_mask",
-    traits=MixerTraits(
-        causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True
-    ),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, prefix=True),
     deviations=(
         "Distances beyond the data's sequence length have the mask of the longest.",
         "There is no ReLU before the output projection, which the authors' code has and the paper does not.",

@@ -20,13 +20,13 @@ from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.lightweight_conv import LightweightConv
 from xscale.nn.mixer.local_mixer import LocalMixer
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "long_short_range",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
 )
 class LongShortRange(Mixer):
     class Config(Mixer.Config):

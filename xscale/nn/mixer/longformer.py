@@ -21,7 +21,7 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import ACTS_INSIDE, CAUSAL_OR_BIDIRECTIONAL, MIXERS, RefusedPositions
 from xscale.nn.pattern.global_blocks import GlobalBlocks
 from xscale.nn.pattern.pattern import TokenIndex
 from xscale.nn.pattern.union import UnionPattern
@@ -31,7 +31,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "longformer",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=True, decode=False),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, causal=False, decode=False),
     deviations=(
         "Global tokens have fixed indices; in the paper a question's tokens are global, however many there are.",
         "Q_g, K_g and V_g begin as copies at initialisation; in the paper as copies of the pre-trained Q, K and V.",

@@ -18,7 +18,7 @@ from xscale.nn.attention.longt5 import LongT5
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import ACTS_INSIDE, BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import Rms
@@ -28,9 +28,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "longt5",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
     deviations=(
         "A sequence shorter than a block has one block; in the authors' code it has none.",
     ),

@@ -1,6 +1,6 @@
 """Mixers: layers that move information between tokens, x -> x. `fourier`; `attention` is in a file of its own."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -39,6 +39,18 @@ class MixerTraits:
     """In a causal model, lets all tokens of a document see its prefix (`Tokens.prefix`), where its core can."""
     static_decode: bool = False
     """Has a static form of a step of generation (`Module.why_not_static`), where its core has."""
+
+
+CAUSAL_OR_BIDIRECTIONAL = MixerTraits(
+    causal=True, bidirectional=True, cross=False, documents=True, decode=True
+)
+"""Traits of a mixer of both kinds of models, as self-attention is. One that differs declares `replace(...)` of them."""
+CAUSAL = replace(CAUSAL_OR_BIDIRECTIONAL, bidirectional=False)
+"""Traits of a recurrence over the tokens so far."""
+BIDIRECTIONAL = MixerTraits(
+    causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
+)
+"""Traits of a mixer that is a function of the full sequence, for encoders alone."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +233,7 @@ def check_mixer(config: Config, dims: Dims, path: str) -> list[Problem]:
 
 @MIXERS.register(
     "fourier",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
 )
 class Fourier(Mixer):
     """Lee-Thorp et al. 2021 (FNet): the real part of a Fourier transform over sequence and width, without

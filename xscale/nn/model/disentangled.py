@@ -17,6 +17,7 @@ from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import change, kinds, take
 from xscale.nn.blocks.stack import StackConfig
+from xscale.nn.depth.depth_pass import Prediction
 from xscale.nn.depth.edges import CONTENT
 from xscale.nn.head.length_head import LengthHead, LengthHeadConfig
 from xscale.nn.mixer.attention import Attention
@@ -122,8 +123,7 @@ class Disentangled(EncoderDecoder):
         x = self.decoder(self.queries(content, tokens), about, memory, read)
         if self.length is not None and targets is not None:
             x = self.length.attach_loss(x, memory, read, tokens.further_loss_weight())
-        out: Tensor = self.head(x, targets, tokens)
-        return out
+        return self.predict(self.decoder, x, tokens, Prediction(self.head, targets))
 
 
 def _check_decoder(config: StackConfig, path: str) -> Iterator[Problem]:

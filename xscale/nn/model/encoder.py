@@ -3,10 +3,9 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar
 
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import NonNegativeInt, PositiveInt, Slot
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import change, take
 from xscale.nn.blocks.stack import Stack, StackConfig
@@ -36,10 +35,10 @@ class Encoder(Model):
         """A dense layer with this activation, then the blocks' norm, before the head (as in BERT); null: none."""
         head_bias: bool = False
         """Whether the logits have a bias per vocabulary entry (as in BERT)."""
-        embedding_width: int | None = Field(default=None, ge=1)
+        embedding_width: PositiveInt | None = None
         """E, the width of the embeddings and of the head, with linear maps from and to the width of the blocks (Lan et
         al. 2020, ALBERT); null: the width."""
-        token_types: int = Field(default=0, ge=0)
+        token_types: NonNegativeInt = 0
         """Rows of a table of token types (segments, Devlin et al. 2019), of which each token's is added to its
         embedding. An objective on sentences tells the types; with others every token has the first. 0: no table."""
         sentence_head: SentenceHeadConfig | None = None
@@ -48,7 +47,7 @@ class Encoder(Model):
         boundary_head: BoundaryHeadConfig | None = None
         """Predicts each token of a masked span also by the tokens around the span (Joshi et al. 2020, SpanBERT); null:
         nothing does."""
-        global_tokens: int = Field(default=0, ge=0)
+        global_tokens: NonNegativeInt = 0
         """Learned tokens that are prepended to the text and pass through all blocks (the global memory of ETC, Ainslie
         et al. 2020, and of BigBird's extended construction): for patterns and cores whose first tokens are global."""
         global_mean: bool = False

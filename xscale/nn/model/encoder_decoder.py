@@ -3,10 +3,9 @@
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.blocks.stack import Stack, StackConfig
@@ -38,7 +37,7 @@ class EncoderDecoder(Model):
         transparent: bool = False
         """Whether each decoder block attends to a learned mix of the encoder's embeddings and of the outputs of all its
         blocks, in place of the last one's (Bapna et al. 2018); the encoder's final norm is applied to each."""
-        transparent_dropout: float = Field(default=0.0, ge=0, lt=1)
+        transparent_dropout: FractionBelowOne = 0.0
         """Dropout probability of the weights of that mix."""
         init: Literal["normal", "t_fixup"] = "normal"
         """Initial weights: normal with `init_std`; t_fixup scales embeddings and linear maps by width and depth, for

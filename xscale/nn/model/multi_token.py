@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from xscale.core.config import Config
+from xscale.core.config import Config, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, take
 from xscale.nn.auxiliary import attach
@@ -33,9 +32,9 @@ from xscale.nn.tokens import Tokens
 
 
 class MtpConfig(Config):
-    depth: int = Field(default=1, ge=1)
+    depth: PositiveInt = 1
     """D, the modules: module k predicts the token k + 1 ahead."""
-    loss_weight: float = Field(default=0.3, gt=0)
+    loss_weight: PositiveFloat = 0.3
     """Lambda, the weight of the mean of the modules' losses (DeepSeek-V3: 0.3, and 0.1 late in the run)."""
 
 

@@ -2,8 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.nn.pattern.grid import (
     Grid,
@@ -36,7 +35,7 @@ class Axial(Pattern):
     causal_alternative = CAUSAL_ALTERNATIVE
 
     class Config(Pattern.Config):
-        width: int = Field(default=64, ge=1)
+        width: PositiveInt = 64
         """Tokens in a row of the grid."""
         axis: Literal["row", "column", "alternate"] = "row"
         """Axis along which a token attends; alternate: rows in even layers, columns in odd ones."""
@@ -94,7 +93,7 @@ class CcNet(Pattern):
     causal_alternative = CAUSAL_ALTERNATIVE
 
     class Config(Pattern.Config):
-        width: int = Field(default=1024, ge=1)
+        width: PositiveInt = 1024
         """Tokens in a row of the grid."""
 
     def make_layout(self, grid: Grid) -> Layout:
@@ -123,9 +122,9 @@ class Local2d(Pattern):
     class Config(Pattern.Config):
         renamed: ClassVar[dict[str, str]] = {"side": "kernel_size"}
 
-        width: int = Field(default=64, ge=1)
+        width: PositiveInt = 64
         """Tokens in a row of the grid."""
-        kernel_size: int = Field(default=7, ge=1)
+        kernel_size: PositiveInt = 7
         """k, side of the square with the query in its middle; an odd number."""
 
     @classmethod

@@ -3,8 +3,8 @@
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import Field
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.pattern.grid import Grid
@@ -28,16 +28,16 @@ class BigBirdPattern(Pattern):
     class Config(Pattern.Config):
         renamed: ClassVar[dict[str, str]] = {"global_end": "global_blocks_at_end"}
 
-        window: int = Field(default=3, ge=1)
+        window: PositiveInt = 3
         """Blocks in the window, the query's own in the middle."""
-        random_blocks: int = Field(default=1, ge=0)
+        random_blocks: NonNegativeInt = 1
         """Random blocks that each block sees besides the window and the global blocks; each head and layer has its
         own."""
-        global_blocks: int = Field(default=1, ge=0)
+        global_blocks: NonNegativeInt = 1
         """Global blocks at the start of the sequence: they see all blocks and are seen by all."""
-        global_blocks_at_end: int = Field(default=0, ge=0)
+        global_blocks_at_end: NonNegativeInt = 0
         """Global blocks at the end of the sequence (the paper: as many as at the start); bidirectional models only."""
-        seed: int = Field(default=0, ge=0)
+        seed: NonNegativeInt = 0
         """Seed of the random blocks."""
 
     @classmethod

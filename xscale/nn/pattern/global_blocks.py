@@ -3,8 +3,8 @@
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import Field
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.nn.pattern.grid import Grid, TokenMask
 from xscale.nn.pattern.pattern import (
@@ -116,7 +116,7 @@ class Star(Pattern):
     see."""
 
     class Config(Pattern.Config):
-        window: int = Field(default=3, ge=1)
+        window: PositiveInt = 3
         """Blocks of the ring that a block sees, its own in the middle; an odd number."""
 
     @classmethod

@@ -6,8 +6,7 @@ window in tokens. The mixer `longformer` has the paper's second projections for 
 
 from typing import Any, ClassVar
 
-from pydantic import Field
-
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.nn.pattern.global_blocks import global_tokens
 from xscale.nn.pattern.grid import Grid
@@ -40,7 +39,7 @@ class LongformerPattern(Pattern):
     class Config(Pattern.Config):
         renamed: ClassVar[dict[str, str]] = {"global_blocks": "global_block_indices"}
 
-        window: int = Field(default=3, ge=1)
+        window: PositiveInt = 3
         """Blocks in the window, the query's own in the middle."""
         global_block_indices: tuple[BlockIndex, ...] = (0,)
         """Indices of the global blocks; those beyond the end of the sequence are ignored."""

@@ -1,21 +1,21 @@
 """Base class and registry of patterns: which key blocks a query block sees."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
 from xscale.core import config as schema
+from xscale.core.config import NonNegativeInt
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.core.requirements import kinds
 from xscale.nn.pattern.grid import Grid, TokenMask
 
-BlockIndex = Annotated[int, Field(ge=0)]
+BlockIndex = NonNegativeInt
 """Index of a block, counted from the start of the sequence."""
-TokenIndex = Annotated[int, Field(ge=0)]
+TokenIndex = NonNegativeInt
 """Index of a token, counted from the start of the sequence."""
 Layout = npt.NDArray[np.bool_]
 MaskedLayout = tuple[Layout, TokenMask | None]

@@ -3,8 +3,8 @@
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import Field
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.pattern.grid import Grid, Index, TokenMask
@@ -21,7 +21,7 @@ class Window(Pattern):
     """Sliding window: each block sees its neighbours (Parmar et al. 2018; Beltagy et al. 2020, section 3.1)."""
 
     class Config(Pattern.Config):
-        window: int = Field(default=3, ge=1)
+        window: PositiveInt = 3
         """Blocks in the window, an odd number with the query's own in the middle; causal models see the left half."""
 
     @classmethod
@@ -68,9 +68,9 @@ class Band(Pattern):
     """
 
     class Config(Pattern.Config):
-        left: int = Field(default=127, ge=0)
+        left: NonNegativeInt = 127
         """Keys seen before the query's own position."""
-        right: int = Field(default=127, ge=0)
+        right: NonNegativeInt = 127
         """Keys seen after the query's own position; none in causal models."""
 
     def make_layout(self, grid: Grid) -> Layout:
@@ -108,15 +108,15 @@ class Dilated(Pattern):
             "heads": "dilated_heads",
         }
 
-        window: int = Field(default=5, ge=1)
+        window: PositiveInt = 5
         """Blocks in the window, the query's own in the middle; causal models see the left half."""
-        dilation: int = Field(default=2, ge=1)
+        dilation: PositiveInt = 2
         """Distance in blocks between seen blocks in the first layer; 1 is a plain window."""
-        dilation_growth: int = Field(default=0, ge=0)
+        dilation_growth: NonNegativeInt = 0
         """Blocks added to the dilation from layer to layer."""
-        window_growth: int = Field(default=0, ge=0)
+        window_growth: NonNegativeInt = 0
         """Blocks added to the window on each side from layer to layer."""
-        dilated_heads: int | None = Field(default=None, ge=0)
+        dilated_heads: NonNegativeInt | None = None
         """Number of dilated heads, counted from the first; the others have a plain window. null: all heads."""
 
     @classmethod

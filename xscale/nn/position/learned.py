@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.dims import Dims
@@ -23,7 +23,7 @@ class Learned(Position):
     weight: Parameter
 
     class Config(Position.Config):
-        length: int | None = Field(default=None, ge=1)
+        length: PositiveInt | None = None
         """Positions in the table; null: the data's sequence length."""
 
     def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
@@ -48,7 +48,7 @@ class Sinusoidal(Position):
     """Vaswani et al. 2017, section 3.5: fixed sines and cosines of geometric wavelengths, added to the embeddings."""
 
     class Config(Position.Config):
-        base: float = Field(default=10000.0, gt=0)
+        base: PositiveFloat = 10000.0
         """Ratio of the longest to the shortest wavelength, which is 2 pi."""
 
     def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:

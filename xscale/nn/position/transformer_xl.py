@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveFloat
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.dims import Dims
@@ -67,7 +67,7 @@ class TransformerXl(Position):
     position_bias: Parameter
 
     class Config(Position.Config):
-        base: float = Field(default=10000.0, gt=0)
+        base: PositiveFloat = 10000.0
         """Ratio of the longest to the shortest wavelength, which is 2 pi."""
         shared_biases: bool = False
         """Whether all blocks of a stack have one u and v, as in the paper; false: each block has its own, as XLNet."""

@@ -10,10 +10,10 @@ the full attention residuals, a larger S the paper's blocks of them.
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import divisors, take
 from xscale.nn.dims import Dims
@@ -87,7 +87,7 @@ class AttentionResiduals(ResidualStream):
     """Kimi Team 2026: each sublayer reads a softmax mixture of what all earlier blocks have written."""
 
     class Config(ResidualStream.Config):
-        sublayers: int = Field(default=2, ge=1)
+        sublayers: PositiveInt = 2
         """S, the sublayers of a block, whose outputs are added up; 1: later ones read each output by itself."""
         placement: AddingPlacement = "pre"
         """The residual stream whose norms the sublayers have."""

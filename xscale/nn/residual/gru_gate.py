@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeFloat
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.module import Module
@@ -76,7 +76,7 @@ class GatedSublayer(Sublayer):
 )
 class GruGated(ResidualStream):
     class Config(ResidualStream.Config):
-        bias: float = Field(default=2.0, ge=0)
+        bias: NonNegativeFloat = 2.0
         """Initial b_g; above 0 the stream mostly stays as it is at first."""
 
     sublayer = GatedSublayer

@@ -49,10 +49,10 @@ def given_routes(tokens: Tokens, layer: int, k: int) -> Tensor | None:
     return None if routes is None else routes.flatten(0, 1)[:, layer, :k]
 
 
-def given_experts(own: Tensor, tokens: Tokens, layer: int) -> Tensor:
-    """Return the given experts [N, k]; `own`, those that the router chose, for tokens without, or where all are."""
-    routes = given_routes(tokens, layer, own.shape[1])
-    return own if routes is None else torch.where(routes > 0, routes.long() - 1, own)
+def given_experts(selected: Tensor, tokens: Tokens, layer: int) -> Tensor:
+    """Return the given experts [N, k]; `selected`, those of the router, for tokens without any."""
+    routes = given_routes(tokens, layer, selected.shape[1])
+    return selected if routes is None else torch.where(routes > 0, routes.long() - 1, selected)
 
 
 def with_recorded_weights(routing: Routing, tokens: Tokens, layer: int) -> Routing:
@@ -62,10 +62,10 @@ def with_recorded_weights(routing: Routing, tokens: Tokens, layer: int) -> Routi
         return routing
     recorded = values.flatten(0, 1)[:, layer, : routing.k].t().reshape(-1).to(routing.weight.dtype)
     is_given = (routes > 0).t().reshape(-1)
-    own = routing.weight
+    weight = routing.weight
     # The second term is exactly 0 and has the gradient.
-    weight = recorded.where(is_given, own.detach()) + (own - own.detach())
-    return replace(routing, weight=weight)
+    value = recorded.where(is_given, weight.detach())
+    return replace(routing, weight=value + (weight - weight.detach()))
 
 
 def record_routes(routing: Routing, tokens: Tokens, layer: int) -> None:
@@ -80,7 +80,7 @@ def record_routes(routing: Routing, tokens: Tokens, layer: int) -> None:
 
 def fraction_replaced(routing: Routing) -> Tensor:
     """Fraction of the tokens for which the router would have chosen other experts than they are given."""
-    assert routing.own is not None
+    assert routing.selected is not None
     used = routing.expert.view(routing.k, -1)
-    own = routing.own.t().sort(0).values
-    return (used.sort(0).values != own).any(0).double().mean()
+    selected = routing.selected.t().sort(0).values
+    return (used.sort(0).values != selected).any(0).double().mean()

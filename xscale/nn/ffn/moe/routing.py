@@ -26,7 +26,7 @@ class Routing:
     """[M] bool: False for assignments that the router itself drops. None: all are kept."""
     loss: Tensor | None = None
     """Weighted auxiliary loss, a scalar."""
-    own: Tensor | None = None
+    selected: Tensor | None = None
     """[N, k] experts that the router would have chosen, where it was given others, and the number of experts for an
     assignment that it would have dropped; None: it chose by itself."""
     stats: dict[str, Tensor] = field(default_factory=dict)
@@ -40,10 +40,10 @@ class Routing:
         kept: Tensor | None = None,
         loss: Tensor | None = None,
         stats: dict[str, Tensor] | None = None,
-        own: Tensor | None = None,
+        selected: Tensor | None = None,
     ) -> "Routing":
-        """Routing of k choices of each token: `experts`, `weights` and `kept` are [N, k], and so is the router's `own`
-        choice, which may be `experts` itself."""
+        """Routing of k choices of each token: `experts`, `weights` and `kept` are [N, k], and so is the router's
+        `selected` ones, which may be `experts` itself."""
         tokens, k = experts.shape
         token = torch.arange(tokens, device=experts.device)
         return Routing(
@@ -58,5 +58,5 @@ class Routing:
             kept=None if kept is None else kept.t().reshape(-1),
             loss=loss,
             stats=stats or {},
-            own=None if own is experts else own,
+            selected=None if selected is experts else selected,
         )

@@ -23,8 +23,8 @@ def record_stats(stats: Stats, mixture: HasPath, routing: Routing, plan: Dispatc
         probabilities = routing.probabilities
         probabilities = probabilities / probabilities.sum(1, keepdim=True)
         load = plan.load
-        if routing.own is not None:
-            chosen = routing.own.flatten()
+        if routing.selected is not None:
+            chosen = routing.selected.flatten()
             counts = F.pad(torch.zeros_like(load), (0, 1))
             load = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:-1]
             stats.record(mixture, "replaced", fraction_replaced(routing))

@@ -115,11 +115,13 @@ class HashRouter(Router):
             self.hash(tokens, number) + number * self.per_hash
             for number in range(self.config.hashes)
         ]
-        own = torch.stack(pools, dim=1)  # [N, k]
+        selected = torch.stack(pools, dim=1)  # [N, k]
         probabilities = torch.zeros(len(x), self.experts, dtype=x.dtype, device=x.device)
-        probabilities.scatter_(1, own, 1 / self.config.hashes)
-        weights = torch.ones(own.shape, dtype=x.dtype, device=x.device)
-        return Routing.from_topk(self.replay(own, tokens), weights, probabilities, own=own)
+        probabilities.scatter_(1, selected, 1 / self.config.hashes)
+        weights = torch.ones(selected.shape, dtype=x.dtype, device=x.device)
+        return Routing.from_topk(
+            self.replay(selected, tokens), weights, probabilities, selected=selected
+        )
 
     def hash(self, tokens: Tokens, number: int) -> Tensor:
         """[N]: hash function `number` of each token, in [0, experts per hash)."""

@@ -73,14 +73,14 @@ class NoisyTopKRouter(Router):
         if self.draws(tokens):
             std = F.softplus(self.score.linear(self.score.upcast(x), self.noise))
             noisy = clean + self.random.normal(clean, ("tokens", "experts")) * std
-        own = self.repeat(noisy.topk(self.config.top_k, dim=1).indices, tokens)  # [N, k]
-        experts = self.replay(own, tokens)
-        weights = own_weights = noisy.gather(1, own).softmax(1)
-        if experts is not own:
+        selected = self.repeat(noisy.topk(self.config.top_k, dim=1).indices, tokens)  # [N, k]
+        experts = self.replay(selected, tokens)
+        weights = selected_weights = noisy.gather(1, selected).softmax(1)
+        if experts is not selected:
             weights = noisy.gather(1, experts).softmax(1)
-        loss, stats = self.aux_losses(tokens, clean, noisy, std, own_weights, own)
+        loss, stats = self.aux_losses(tokens, clean, noisy, std, selected_weights, selected)
         return Routing.from_topk(
-            experts, weights, noisy.softmax(1), loss=loss, stats=stats, own=own
+            experts, weights, noisy.softmax(1), loss=loss, stats=stats, selected=selected
         )
 
     def aux_losses(

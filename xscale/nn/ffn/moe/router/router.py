@@ -101,12 +101,16 @@ class Router(Part, PostStepState):
         choices = tokens.forward.choices
         return choice if choices is None else choices.make_or_repeat(choice)
 
-    def replay(self, own: Tensor, tokens: Tokens) -> Tensor:
-        """Return the experts [N, k] that tokens are given, or `own` itself, those that the router has chosen.
+    def replay(self, selected: Tensor, tokens: Tokens) -> Tensor:
+        """Return the experts [N, k] that tokens are given, or `selected` itself, those that the router has chosen.
 
-        Weights are those of what this returns. Losses and statistics are of `own`: what the model would have done.
+        Weights are those of what this returns. Losses and statistics are of `selected`: what the model would have done.
         """
-        return own if self.route_layer is None else given_experts(own, tokens, self.route_layer)
+        return (
+            selected
+            if self.route_layer is None
+            else given_experts(selected, tokens, self.route_layer)
+        )
 
     def draws(self, tokens: Tokens) -> bool:
         """Whether this forward may use random numbers."""
