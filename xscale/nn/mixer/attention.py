@@ -288,7 +288,7 @@ class Attention(AttentionChecks):
         plain: AttentionMask = tokens.shared_values.get_or_compute(key, compute)
         position = self.position
         if position is not None and position.adds_scores:
-            pairs = self.pairs(q.shape[2], k.shape[2])
+            pairs = replace(self.pairs(q.shape[2], k.shape[2]), offset=plain.offset)
             if tokens.pooled_from is not None:
                 pairs = PositionPairs.of(
                     pairs, tokens.positions, key_tokens.positions, tokens.pooled_from
