@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from xscale.core.config import Config
+from xscale.core.config import Config, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed, take
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
@@ -29,7 +28,7 @@ from xscale.nn.tokens import Tokens
 
 
 class FeedbackConfig(Config):
-    length: int = Field(ge=1)
+    length: PositiveInt
     """M, tokens before each token whose memories it reads."""
 
 
