@@ -8,6 +8,7 @@ import pytest
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.core.key_words.renamed import RenamedWarning
+from xscale.core.requirements import take
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.dims import Dims
 from xscale.nn.pattern.axial import Local2d
@@ -251,3 +252,26 @@ def test_random_draws_exactly_its_count() -> None:
     assert (layout.sum(-1) == 4).all()
     causal = make_layout(RandomPattern.Config(random_blocks=4), 30, causal=True)
     assert (causal.sum(-1) == np.minimum(np.arange(30), 4) + 1).all()
+
+
+@pytest.mark.parametrize("kind", [entry.name for entry in PATTERNS if entry.part.odd_keys])
+def test_an_even_window_has_no_middle(kind: str) -> None:
+    part = PATTERNS.get(kind).part
+    for key in part.odd_keys:
+        problems = part.check(part.Config(**{key: 4}), None, "pattern")
+        assert [(problem.path, problem.what, problem.choices) for problem in problems] == [
+            (f"pattern.{key}", "must be odd and positive, got 4", take(5))
+        ]
+        assert part.check(part.Config(**{key: 5}), None, "pattern") == []
+
+
+def test_windows_of_blocks_are_odd() -> None:
+    odd = {entry.name: entry.part.odd_keys for entry in PATTERNS if entry.part.odd_keys}
+    assert odd == {
+        "window": ("window",),
+        "dilated": ("window",),
+        "bigbird": ("window",),
+        "longformer": ("window",),
+        "star": ("window",),
+        "local_2d": ("kernel_size",),
+    }
