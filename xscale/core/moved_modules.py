@@ -73,6 +73,7 @@ xscale.parallel.pipeline.stage -> xscale.parallel.pipeline.stubs: NoHidden PassT
 xscale.parallel.pipeline.stage -> xscale.parallel.pipeline.stubs: ReceivedHidden ReceivedSentences ReceivedStream
 xscale.parallel.pipeline.stage -> xscale.parallel.pipeline.stubs: ReceivedTensor SendHidden SendSentences StageInput
 xscale.parallel.steps -> xscale.parallel.plan_step: Step StepSettings
+xscale.planning.simulate_step -> xscale.planning.balanced_routing: BalancedAllToAll balance_routing
 xscale.run.run_folder -> xscale.run.config_changes: changes_since check_same_config differences flatten how_to_fix
 xscale.run.run_folder -> xscale.run.config_changes: lookup one_line problems_of with_defaults with_new_names
 xscale.train.run -> xscale.train.resume: Resumed make_in_memory_checkpoint resume""")
@@ -138,8 +139,8 @@ class MovedNames(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path) if fullname in self.moved else None
-        if spec is not None and spec.origin is not None:
-            spec.loader = _LoaderWithOldNames(fullname, spec.origin, self.moved[fullname])
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _LoaderWithOldNames(fullname, spec.loader.path, self.moved[fullname])
         return spec
 
 
