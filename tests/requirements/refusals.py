@@ -16,6 +16,7 @@ from tests.requirements.sections import (
     decoder,
     encoder,
 )
+from tests.requirements.stream_refusals import STREAMS
 from xscale.core.config import decode
 from xscale.recipe import Recipe
 
@@ -23,6 +24,7 @@ REFUSALS: dict[str, tuple[str, Sections, int]] = {
     **LAYOUTS,
     **PARTS,
     **OBJECTIVES,
+    **STREAMS,
     "a signal of an odd width": (
         "model_fits_itself",
         {

@@ -6,14 +6,12 @@ query's, and the window are the latest w keys (section 3.4 and the authors' code
 tokens in a row that the query is one of, and w/2 on each side (section 3.2).
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks, with_neighbour_chunks
 from xscale.nn.attention.ops.dense import masked_softmax, repeat_kv, upcast
@@ -46,14 +44,14 @@ class TransformerLs(Core):
     gains: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"slots": "projection_rank"}
+        renamed = {"slots": "projection_rank"}
 
-        segment: int = Field(default=64, ge=1)
+        segment: PositiveInt = 64
         """l, tokens of a segment, whose projections later segments see in a causal model."""
-        window: int | None = Field(default=None, ge=1)
+        window: PositiveInt | None = None
         """w, keys of the window: the latest ones of a causal model, otherwise the w tokens in a row that the query is
         one of, and half as many on each side; null: the own segment and its neighbours (causal: the previous one)."""
-        projection_rank: int = Field(default=16, ge=1)
+        projection_rank: PositiveInt = 16
         """r, projected keys of the whole sequence (causal: of each segment)."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

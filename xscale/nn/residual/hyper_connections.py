@@ -29,6 +29,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeFloat
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Module
@@ -39,7 +40,7 @@ from xscale.nn.residual.residual_stream import (
     ResidualTraits,
 )
 from xscale.nn.residual.sublayer import Sublayer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 Weights = tuple[Tensor, Tensor, Tensor]
@@ -49,7 +50,7 @@ Weights = tuple[Tensor, Tensor, Tensor]
 class ConnectionWeights(Module):
     """The weights of one sublayer for each token's streams."""
 
-    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
+    seams = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
 
     def forward(self, streams: Tensor) -> Weights:
         """Streams [B, T, n, D] -> the weights, in float32 at least."""
@@ -207,7 +208,7 @@ class SeveralStreams(ResidualStream):
         """n, the residual streams: the expansion rate."""
         placement: AddingPlacement = "pre"
         """The residual stream whose norms the sublayers have."""
-        initial_scale: float = Field(default=0.01, ge=0)
+        initial_scale: NonNegativeFloat = 0.01
         """Initial factor of what depends on the token in the weights of the streams."""
 
     sublayer = HyperConnected
