@@ -1,4 +1,4 @@
-"""What an optimizer step does stands in one package, and what a model predicts is made in one method of models."""
+"""An optimizer step stands in one package, and what a model predicts is made in one method of models."""
 
 import ast
 from pathlib import Path

@@ -50,7 +50,7 @@ def objective_goes_with_model(
 def texts_with_versions_have_choices(
     objective_entry: ObjectiveEntry, data: DataConfig
 ) -> Iterator[Problem]:
-    """What `data.dupe_factor` repeats is drawn by the objective and the sample, by the number of a text."""
+    """The objective makes random choices, which `data.dupe_factor` repeats by the number of a text."""
     if data.dupe_factor is None or (objective_entry.traits.random and not data.from_caller):
         return
     what = f"'{objective_entry.name}' makes no random choices that texts could have in versions"

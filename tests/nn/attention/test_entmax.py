@@ -79,7 +79,7 @@ def test_a_row_that_sees_nothing_gets_nothing() -> None:
 
 @pytest.mark.parametrize("a", [-1e4, -40.0, 40.0])
 def test_an_alpha_at_its_ends_has_finite_gradients(a: float) -> None:
-    """As in the authors' code alpha is at least 1.01: at 1 the power of the formula has no bound."""
+    """Alpha is at least 1.01, as in the authors' code: at 1 the power of the formula has no bound."""
     core = build(Entmax.Config(), causal=True)
     core.a.data.fill_(a)
     q, k, v = (x.requires_grad_() for x in inputs(9, 9))

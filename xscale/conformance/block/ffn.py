@@ -92,7 +92,7 @@ def gradients_fit_differences(entry: Entry[Any]) -> None:
 
 @check("ffn", lambda entry: entry.traits.reads_neighbours)
 def a_token_reads_its_neighbours_in_its_document(entry: Entry[Any]) -> None:
-    """As many as the part's `NeighbourReader`s say, and nothing else."""
+    """A token reads as many as the part's `NeighbourReader`s say, and nothing else."""
     for causal in (True, False):
         part, x = built(entry, causal=causal), drawn(2, LENGTH, WIDTH)
         readers = [module for module in part.modules() if isinstance(module, NeighbourReader)]

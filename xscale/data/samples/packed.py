@@ -72,8 +72,8 @@ class ShuffledDataset:
         """
         if self.dupe_factor is None:
             return index
-        place = int(self.positions(np.array([index], dtype=np.int64))[0])
-        return place + index // self.length % self.dupe_factor * self.length
+        position = int(self.positions(np.array([index], dtype=np.int64))[0])
+        return position + index // self.length % self.dupe_factor * self.length
 
     def positions(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Map sample indices [N], counted over all epochs, to places in the text [N]."""

@@ -19,8 +19,7 @@ from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
-from xscale.nn.mixer.recurrent_mixer import RecurrentMixer, StepDecay, check_steps
-from xscale.nn.mixer.short_convolution import ShortConvolution
+from xscale.nn.mixer.recurrent_mixer import RecurrentMixer, ShortConvolution, StepDecay, check_steps
 from xscale.nn.norm.norm import NORMS, Norm, NormSlot, Rms
 from xscale.nn.tokens import Tokens
 

@@ -22,8 +22,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ONES
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
-from xscale.nn.mixer.recurrent_mixer import RecurrentMixer, StepDecay, check_steps
-from xscale.nn.mixer.short_convolution import ShortConvolution
+from xscale.nn.mixer.recurrent_mixer import RecurrentMixer, ShortConvolution, StepDecay, check_steps
 from xscale.nn.norm.norm import Norm
 from xscale.nn.tokens import Tokens
 

@@ -16,6 +16,7 @@ from xscale.nn.attention.ops.recurrence import Recurrence
 from xscale.nn.init import Init
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.module import Module
+from xscale.nn.neighbours import DepthwiseConvolution
 from xscale.nn.norm.norm import Norm
 from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
@@ -103,3 +104,14 @@ class StepDecay(Module):
         logits = upcast(x).transpose(1, 2).contiguous()
         step = F.softplus(logits + upcast(self.use(self.bias))[:, None])
         return -upcast(self.use(self.log_rate)).exp()[:, None] * step, step
+
+
+class ShortConvolution(DepthwiseConvolution):
+    """A depthwise convolution of the tokens up to each one, and SiLU (Dao and Gu 2024, figure 6).
+
+    y_t = silu(sum_(j=0)^(k-1) w_j x_(t - k + 1 + j) + b)
+    """
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Convolve x [B, T, C]."""
+        return F.silu(super().forward(x, tokens))
