@@ -290,9 +290,9 @@ def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Cal
     choices = Choices()
     is_recomputation = False
 
-    def forward(*given: Any) -> Any:
+    def forward(*arguments: Any) -> Any:
         nonlocal is_recomputation
-        inputs = _with_choices(given, choices)
+        inputs = _with_choices(arguments, choices)
         for values, state in shared:
             values.reset(state)
         if not is_recomputation:
