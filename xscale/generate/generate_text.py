@@ -60,10 +60,10 @@ def generate_text(
     loaded = _load(folder, plugins, ema, say)
     if replay_routes is not None:
         decoding = replace(decoding, signals=_routes_of(loaded, replay_routes, beams))
-    settings, tokenizer, device = loaded.settings, loaded.tokenizer, loaded.mesh.device
+    settings, tokenizer = loaded.settings, loaded.tokenizer
+    device = loaded.mesh.device
     traits = MODELS.of(settings.model).traits
-    window, longest = _lengths(settings, has_source=traits.source)
-    longest = None if carried_tensors(loaded.model) else longest
+    window, longest = _lengths(loaded, has_source=traits.source)
     objective = _objective(settings, tokenizer)
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
     source, ids = None, torch.tensor(prompt_ids, device=device)
@@ -155,12 +155,16 @@ def _cast_and_lay_out(model: nn.Module, settings: Settings) -> None:
     lay_out_matrices(model)
 
 
-def _lengths(settings: Settings, *, has_source: bool) -> tuple[int | None, int | None]:
+def _lengths(loaded: LoadedRun, *, has_source: bool) -> tuple[int | None, int | None]:
     """Return the tokens that the model reads at a time, and those of the longest prompt; None: no limit."""
-    data = settings.data
-    if settings.has_pairs:
-        return data.sequence_length, data.source_length - 1
-    return (None, None) if has_source else (data.sequence_length, data.sequence_length - 1)
+    data = loaded.settings.data
+    window, longest = data.sequence_length, data.sequence_length - 1
+    if loaded.settings.has_pairs:
+        longest = data.source_length - 1
+    elif has_source:
+        return None, None
+    # A model with a state between segments reads a prompt of any length.
+    return window, None if carried_tensors(loaded.model) else longest
 
 
 def encode_sides(

@@ -93,6 +93,11 @@ class Choices:
         return self._made[self._next - 1]
 
 
+def new_choices() -> Choices:
+    """Return choices of a forward that has not begun."""
+    return Choices()
+
+
 class InnerStates(Protocol):
     """Gets the states of a model in its forward and returns them, with losses attached if it likes (`distillation`)."""
 
