@@ -152,7 +152,7 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/checkpoint/disk.py: os.open": "a folder, whose entries are flushed",
         "xscale/checkpoint/in_memory.py: os.open": "read and write, in a folder of /dev/shm that is this user's alone",
         "xscale/checkpoint/torch_file.py: .open": "a record of an archive that is open",
-        "xscale/train/compile_cache.py: open_regular": "a library of torch.compile's cache, which is no run's",
+        "xscale/train/compile_cache.py: open_regular": "a file of torch.compile's cache, which is no run's",
         "launch/xscale_launch/nodes/gpu_env.py: .read_text": "the system's files of its devices",
         "launch/xscale_launch/nodes/gpu_env.py: os.open": "a device of a GPU",
         "launch/xscale_launch/supervise.py: .read_text": "the system's files of its processes",

@@ -44,7 +44,7 @@ from xscale.run.run_folder import (
 from xscale.run.token_counts import init_from_token_counts
 from xscale.settings.settings import Settings
 from xscale.train.compile_artifacts import CompileArtifacts
-from xscale.train.compile_cache import remove_incomplete_libraries
+from xscale.train.compile_cache import remove_incomplete_files
 from xscale.train.garbage_collection import GarbageCollection
 from xscale.train.loop import Loop
 from xscale.train.loop_setup import LoopContext, make_loop
@@ -67,8 +67,8 @@ def train(settings: Settings, samples: Any = None) -> int:
     began = time.perf_counter()
     rank_info = read_rank_info()
     if settings.parallel.compile:
-        for file in remove_incomplete_libraries():
-            what = "a library of torch.compile's cache that a killed compilation left incomplete"
+        for file in remove_incomplete_files():
+            what = "a file of torch.compile's cache that a killed compilation or a power cut left incomplete"
             print(f"xscale: removed {file}, {what}", file=sys.stderr, flush=True)
     with StopSignal(speaks=rank_info.is_rank0) as stop, leaving_process_group():
         try:

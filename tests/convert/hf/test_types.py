@@ -36,6 +36,13 @@ ROUTED = {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2
 ROUTED |= {"n_group": 3, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 9}
 HALF = {"rope_theta": 500.0, "partial_rotary_factor": 0.6, "rope_type": "default"}
+ENCODER = {
+    "hidden_size": 30,
+    "num_attention_heads": 3,
+    "intermediate_size": 17,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": LENGTH,
+}
 TYPES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 13, "mlp_only_layers": [1]},
     "glm4_moe": {**SIZES, **ROUTED, "use_qk_norm": True, "attention_bias": True, "rope_parameters": HALF},
@@ -92,6 +99,31 @@ TYPES: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
         "moe_layer_interval": 1,
     },
+    "starcoder2": {**TIED, "sliding_window": 3, "use_bias": True},
+    "starcoder2 without biases": {**SIZES, "use_bias": False},
+    "stablelm": {**SIZES, "use_qkv_bias": True, "rope_parameters": HALF},
+    "opt": {
+        "hidden_size": 30,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 3,
+        "ffn_dim": 17,
+        "max_position_embeddings": LENGTH,
+    },
+    "gpt_neo": {
+        "hidden_size": 30,
+        "num_heads": 3,
+        "num_layers": 3,
+        "intermediate_size": 17,
+        "attention_types": [[["local", "global", "local"], 1]],
+        "window_size": 3,
+        "max_position_embeddings": LENGTH,
+    },
+    "xlm-roberta": {**ENCODER, "type_vocab_size": 1},
+    "camembert": {**ENCODER, "hidden_act": "relu", "tie_word_embeddings": False},
+    "roberta-prelayernorm": {**ENCODER, "type_vocab_size": 2},
+    "electra": {**ENCODER, "embedding_size": 14},
+    "electra of one width": {**ENCODER, "embedding_size": 30, "hidden_act": "gelu_new"},
+    "mpnet": {**ENCODER, "pad_token_id": 1},
     "dots1": {**SIZES, **ROUTED, "layer_types": MIXED, "sliding_window": 3, "first_k_dense_replace": 1},
 }
 """Name, which begins with the `model_type`, and keys of its config."""
@@ -113,6 +145,13 @@ def library_model(name: str, **changes: Any) -> Any:
     with torch.no_grad():
         for key, parameter in [*model.named_parameters(), *experts_biases(model)]:
             parameter.normal_(mean=float(parameter.dim() == 1 and "norm" in key), std=0.3)
+        for key, parameter in model.named_parameters():
+            if key.endswith(("position_embeddings.weight", "embed_positions.weight")):
+                # Rows of no position.
+                parameter[: 2 if kind == "opt" else model.config.pad_token_id + 1] = 0
+        if hasattr(model, "lm_head") and hasattr(model.lm_head, "decoder"):
+            # An untied head has one of two biases.
+            model.lm_head.bias.copy_(model.lm_head.decoder.bias)
     return model
 
 
@@ -152,6 +191,7 @@ def test_import_export_and_tokens(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(written[key], value) for key, value in stored.items() if key in written)
     assert set(stored) - set(written) <= {"lm_head.weight"}
     data = select_architecture(model_of(back.model), back.sizes, name.split()[0])[1]
+    data |= {"pad_token_id": original.config.pad_token_id}
     again = model_from_hf_config(type(original.config)(**data).to_dict())[1]
     assert resolved(model_of(again), back.sizes) == resolved(model_of(back.model), back.sizes)
     if back.model["kind"] != "decoder":
@@ -167,7 +207,7 @@ def test_import_export_and_tokens(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.sampled(4)
 def test_gradients_of_all_weights(name: str, tmp_path: Path) -> None:
-    original, back = imported(name, tmp_path, num_hidden_layers=3)
+    original, back = imported(name, tmp_path)
     model = build(model_of(back.model), back.sizes, back.weights).double().requires_grad_(True)
     ids = torch.arange(7, 27).view(2, 10) * 11 % VOCABULARY
     expected = original.double()(input_ids=ids).logits
@@ -193,6 +233,8 @@ def test_gradients_of_all_weights(name: str, tmp_path: Path) -> None:
 @pytest.mark.sampled(4)
 def test_one_layer(name: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"num_hidden_layers": 1}
+    if "attention_types" in TYPES[name]:
+        changes = {"num_layers": 1, "attention_types": [[["local"], 1]]}
     for key in ("layer_types", "mlp_layer_types"):
         if key in TYPES[name]:
             changes[key] = TYPES[name][key][:1]

@@ -157,6 +157,11 @@ class RopeKeys(KeyMapping):
         if not self.partial:
             require.one_of(f"{path}.fraction", value["fraction"], 1.0)
         rope = rope_to_hf(decode(RopePosition.Config, _without_kind(value)))
+        if method == "yarn" and math.isclose(
+            rope["attention_factor"], 0.1 * math.log(rope["factor"]) + 1.0
+        ):
+            # The library's default too.
+            del rope["attention_factor"]
         if self.partial:
             self._check_channels(value["fraction"], path, writing)
             rope["partial_rotary_factor"] = value["fraction"]

@@ -46,7 +46,6 @@ from xscale.convert.hf.types.llama import (
     MISTRAL,
     NORM,
     QK_NORMS,
-    TENSORS,
     layers,
     missing_bias,
     mixture,
@@ -184,7 +183,7 @@ def _keys_and_values(row: RowContext) -> Transform:
 
     def inverse(tensors: TensorList) -> TensorList:
         by_head = tensors[0].view(heads, (keys + values) // heads, -1)
-        return [part.flatten(0, 1) for part in by_head.split([keys // heads, values // heads], 1)]
+        return [part.flatten(0, 1) for part in torch.split(by_head, [keys // heads, values // heads], 1)]
 
     return Transform(forward, inverse)
 
@@ -199,7 +198,6 @@ V3_MIXTURE = mixture("mlp") | layers(
 )
 ZERO_BIAS = {"model.layers.{i}.mlp.gate.e_score_correction_bias": Absent(missing_bias)}
 LATENT: Rows = {
-    **{name: None for name in TENSORS if name.endswith((".k", ".v"))},
     **layers(
         {
             "mixer.part.kv_down": Moved("self_attn.kv_a_proj_with_mqa", _latent_keys),

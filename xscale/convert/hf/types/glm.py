@@ -47,8 +47,6 @@ GLM = MISTRAL.variant(
     model={"position": RopeKeys(partial=True)},
     block={"mixer": {**BIAS, "output_bias": False, "core": CORE}},
     tensors={
-        "stack.blocks.{i}.ffn.part.gate": None,
-        "stack.blocks.{i}.ffn.part.up": None,
         **PAIRS,
         **layers({"ffn.part.gate ffn.part.up": Moved("mlp.gate_up_proj", GATE_UP)}),
     },

@@ -238,17 +238,14 @@ PHI3 = MISTRAL.variant(
     "Phi3ForCausalLM",
     model={"position": RopeKeys(partial=True, methods=()), "dropout": SameKey("embd_pdrop")},
     block={**BY_WIDTH, "dropout": SameKey("resid_pdrop")},
-    tensors={
-        **{name: None for name in TENSORS if name.endswith((".q", ".k", ".v", ".gate", ".up"))},
-        **layers(
-            {
-                "mixer.part.q mixer.part.k mixer.part.v": Moved(
-                    "self_attn.qkv_proj", rows_concatenated
-                ),
-                "ffn.part.gate ffn.part.up": Moved("mlp.gate_up_proj", GATE_UP),
-            }
-        ),
-    },
+    tensors=layers(
+        {
+            "mixer.part.q mixer.part.k mixer.part.v": Moved(
+                "self_attn.qkv_proj", rows_concatenated
+            ),
+            "ffn.part.gate ffn.part.up": Moved("mlp.gate_up_proj", GATE_UP),
+        }
+    ),
     writes=_pad,
     ignored_keys=frozenset({"original_max_position_embeddings"}),
 )
