@@ -287,7 +287,7 @@ def logged(call: Any, seen: list[torch.Tensor]) -> Any:
 
 
 def test_each_document_of_a_packed_sample_has_the_routes_of_its_text(tmp_path: Path) -> None:
-    """As other engines return them: an array for each text, which samples pack in any order, and cut at their end."""
+    """Arrays as other engines return them: one for each text, which samples pack in any order, and cut at their end."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 60, length) for length in (5, 1, 9, 7)]
     arrays = [(ids, rng.integers(0, 4, (len(ids), 2, 2))) for ids in texts]
