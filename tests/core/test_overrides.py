@@ -14,6 +14,7 @@ from xscale.core.key_words.others_words import NAMES_ELSEWHERE, OTHERS_WAYS, OTH
 from xscale.recipe import Recipe
 
 MIXTURE = {"kind": "moe", "experts": 8, "shared": "gated", "capacity_factor": 1.25, "router": {"kind": "switch"}}
+REPLAY = {"file": "routes", "weights": "recomputed"}
 RULES = "model.stack.rules"
 FFN = f"{RULES}[0].ffn"
 RECIPE: dict[str, Any] = {
@@ -56,6 +57,8 @@ def changes(before: Any, now: Any, path: str = "") -> dict[str, Any]:
     [
         (f"{FFN}.capacity_factor=2", {f"{FFN}.capacity_factor": 2}),
         (f"{RULES}.1.ffn.capacity_factor=2", {f"{RULES}[1].ffn.capacity_factor": 2}),
+        # A section that is null becomes one by its key.
+        ("moe.replay.file=routes", {f"{RULES}[{index}].ffn.replay": REPLAY for index in range(2)}),
         (f"{RULES}[*].every=8", {f"{RULES}[{index}].every": 8 for index in range(3)}),
         (f"{RULES}[].every=8", {f"{RULES}[{index}].every": 8 for index in range(3)}),
         (f"{RULES}[*].ffn.experts=4", {f"{RULES}[{index}].ffn.experts": 4 for index in range(2)}),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.distributed import Pool
+from tests.parallel.against_one import SPECIALS
 from tests.train.test_layouts import DOUBLE, one_rank, same
 from tests.train.tiny import losses, metrics, recipe, run
 from xscale.core.errors import EXIT_DONE, ConfigError
@@ -22,10 +23,11 @@ from xscale.evaluate.evaluate_run import evaluate_run
 from xscale.evaluate.record_routes import BatchRoutes
 from xscale.generate.decoders import GrowingDecoder
 from xscale.generate.generate_text import generate_text
-from xscale.nn.ffn.moe.replay import RECORDER
+from xscale.nn.ffn.moe.replay import RECORDER, ROUTES
 from xscale.nn.tokens import Tokens
+from xscale.objective.objective import Causal
 from xscale.run.load_run import load_run
-from xscale.run.route_replay import number_routes, route_layout
+from xscale.run.route_replay import ReplayedObjective, number_routes, route_layout
 
 MIXTURE = "stack.blocks.1.ffn.part"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -282,3 +284,24 @@ def logged(call: Any, seen: list[torch.Tensor]) -> Any:
         return seen[-1]
 
     return keep
+
+
+def test_each_document_of_a_packed_sample_has_the_routes_of_its_text(tmp_path: Path) -> None:
+    """Arrays as other engines return them: one for each text, which samples pack in any order, and cut at their end."""
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 60, length) for length in (5, 1, 9, 7)]
+    arrays = [(ids, rng.integers(0, 4, (len(ids), 2, 2))) for ids in texts]
+    write_routes(tmp_path / "routes", arrays, layers=("a", "b"), experts=4)
+    order = (2, 0, 3)
+    tokens = np.concatenate([texts[text] for text in order])[None, :19]
+    documents = np.repeat([0, 1, 2], [9, 5, 5])[None]
+    objective = Causal(Causal.Config(), SPECIALS, 18, 0)
+    replayed = ReplayedObjective(objective, RouteFile(tmp_path / "routes"), weights=False)
+    batch = replayed.batch(torch.tensor(tokens), torch.tensor(documents), torch.tensor([3]))
+    routes = batch.tokens.get(ROUTES)
+    assert routes is not None
+    expected = np.concatenate([arrays[text][1] for text in order])[None, :18] + 1
+    np.testing.assert_array_equal(routes.numpy(), expected)
+    tokens[0, 10] += 1
+    with pytest.raises(ConfigError, match="no routes for sample 3, tokens 9 to 13, a text of 5 tokens"):
+        replayed.batch(torch.tensor(tokens), torch.tensor(documents), torch.tensor([3]))

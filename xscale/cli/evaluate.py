@@ -105,6 +105,9 @@ TaskFolder = Annotated[
 ]
 
 
+OWN_EXAMPLES = "tasks have examples of their own"
+
+
 def evaluate(
     run: RunFolder,
     sequences: Sequences = 0,
@@ -137,50 +140,47 @@ def evaluate(
     have at least window - stride tokens of context, where there are so many. With --exits it prints a line for each
     threshold: the fraction of the blocks that were computed for a prediction, loss and accuracy, or of labels their
     metrics. With --budgets it prints a line for each budget of the gates: the fraction of the sublayers that tokens
-    were computed in, and the same numbers.
-    With --bleu it prints the BLEU of the targets that a run on pairs writes, and that of its sources as they stand.
-    With --tasks it prints the metrics of tasks of lm_eval. With --record-routes it also writes the experts of the
-    tokens to a file.
+    were computed in, and the same numbers. With --bleu it prints the BLEU of the targets that a run on pairs writes,
+    and that of its sources as they stand. With --tasks it prints the metrics of tasks of lm_eval.
     """
     rank_from_launcher()
     modes = {"--exits": exits, "--budgets": budgets, "--bleu": bleu}
-    has_window = window is not None
-    modes |= {"--window": has_window, "--tasks": tasks is not None}
+    modes |= {"--window": window is not None, "--tasks": tasks is not None}
     _check_modes(modes, ema=ema)
-    of_loss = {"--record-routes": record_routes, "--replay-routes": replay_routes}
-    is_other = any(modes.values())
-    _refuse_without("", "routes are those of an evaluation of the loss", of_loss, not is_other)
+    routes = _routes(any(modes.values()), record_routes, training_samples, replay_routes)
     search = {"--beams": beams, "--length-penalty": length_penalty, "--penalty-form": penalty_form}
     _refuse_without("--bleu", "it is that of the search for BLEU", search, bleu)
-    of_exits = {"--thresholds": thresholds}
-    _refuse_without("--exits", "is a list for the policy of exits", of_exits, exits)
+    _refuse_without("--exits", "is for the policy of exits", {"--thresholds": thresholds}, exits)
     of_windows = {"--stride": stride}
-    _refuse_without("--window", "is the distance of sliding windows", of_windows, has_window)
+    _refuse_without("--window", "is the distance of sliding windows", of_windows, modes["--window"])
     of_tasks = {"--shots": shots, "--limit": limit, "--task-folder": task_folder}
-    _refuse_without("--tasks", "it is for tasks of lm_eval", of_tasks, tasks is not None)
-    of_routes = {"--training-samples": training_samples}
-    what = "their routes are recorded, and nothing is evaluated on them"
-    _refuse_without("--record-routes", what, of_routes, record_routes is not None)
+    _refuse_without("--tasks", "it is for tasks of lm_eval", of_tasks, modes["--tasks"])
     count = sequences or None
     run = checkpoint_to_read(run, step, strict)
     if bleu:
         _evaluate_bleu(run, count, beams, length_penalty, penalty_form, data, plugins)
     elif exits:
-        levels = _numbers(thresholds, "--thresholds")
-        _evaluate_exits(run, count, levels, data, plugins, as_json=as_json)
+        _evaluate_exits(run, count, _numbers(thresholds), data, plugins, as_json=as_json)
     elif budgets:
         _evaluate_budgets(run, count, data, plugins, as_json=as_json)
     elif tasks is not None:
-        of_text = {"--sequences": count, "--data": data}
-        _refuse_without("", "tasks have examples of their own", of_text, False)
+        _refuse_without("", OWN_EXAMPLES, {"--sequences": count, "--data": data}, False)
         _evaluate_tasks(run, tasks, shots, limit, task_folder, plugins, ema=ema)
     else:
-        routes = {
-            "record_routes": record_routes,
-            "training_samples": training_samples or 0,
-            "replay_routes": replay_routes,
-        }
         _evaluate_loss(run, count, window, stride, data, plugins, ema=ema, routes=routes)
+
+
+def _routes(
+    is_other: bool, record: Path | None, training_samples: int | None, replay: Path | None
+) -> dict[str, Any]:
+    """Return the arguments of `evaluate_run` that are about routes; ConfigError with an evaluation of another kind."""
+    of_loss = {"--record-routes": record, "--replay-routes": replay}
+    _refuse_without("", "routes are those of an evaluation of the loss", of_loss, not is_other)
+    what = "their routes are recorded, and nothing is evaluated on them"
+    of_recording = {"--training-samples": training_samples}
+    _refuse_without("--record-routes", what, of_recording, record is not None)
+    samples = training_samples or 0
+    return {"record_routes": record, "training_samples": samples, "replay_routes": replay}
 
 
 def _refuse_without(mode: str, what: str, options: Mapping[str, object], chosen: bool) -> None:
@@ -284,7 +284,7 @@ def _evaluate_bleu(
     print(json.dumps(asdict(score)))
 
 
-def _numbers(text: str | None, option: str) -> list[float] | None:
+def _numbers(text: str | None, option: str = "--thresholds") -> list[float] | None:
     """Read numbers with commas between them; ConfigError where one is none."""
     try:
         return None if text is None else [float(number) for number in text.split(",")]

@@ -95,9 +95,9 @@ def evaluate_run(
 
     Collective: several processes evaluate the model together, each its share of the sequences. `record_routes`: a file
     to which the routes of the tokens through the mixtures of experts are written, and after them those of the first
-    `training_samples` that the run trains on. A file that cannot be written is said in a line, and the evaluation goes
-    on. `replay_routes`: a file of routes that takes the place of the routers, and of what the run replays.
-    ConfigError for a model whose tokens have none, and a file that lacks a text.
+    `training_samples` that the run trains on. A file that cannot be written is said in a line, and nothing else fails.
+    `replay_routes`: a file of routes that takes the place of the routers, and of what the run replays. ConfigError for
+    a model whose tokens have none, and a file that lacks a text.
     """
     with leaving_process_group():
         loaded = load_run(folder, plugins=plugins, ema=ema)

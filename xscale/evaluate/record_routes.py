@@ -62,7 +62,8 @@ class RouteRecording:
     """Writes routes to a file. A disk that fails ends the recording, and not what is recorded."""
 
     def __init__(self, path: Path, layout: RouteLayout, vocabulary: int) -> None:
-        self.path, self.layout, self.vocabulary = path, layout, vocabulary
+        self.path, self.layout = path, layout
+        self.vocabulary = vocabulary
         self.ranks = Consensus(doing="written")
         alone = self.ranks.world == 1
         self.part = path if alone else path.with_name(f"{path.name}.rank{self.ranks.rank}")

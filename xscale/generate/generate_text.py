@@ -54,33 +54,22 @@ def generate_text(
 ) -> str:
     """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
     a `suffix`, the latter alone. Several beams search for the likeliest text, by all blocks, and sample nothing.
-    `exits`: whether tokens leave by the policy of its exits, if it has one. `cache` and `compile` are those of
-    `Decoding`. `say` is told the step, and how tokens are computed. `replay_routes`: a file of routes that takes the
-    place of the routers; ConfigError at the first token that it does not have."""
-    decoding = Decoding(cache, compile, say)
-    decoding.check()
+    `exits`: whether tokens leave by the policy of its exits, if any. `cache` and `compile` are those of `Decoding`.
+    `say` is told the step, and how tokens are computed. `replay_routes`: a file of routes in place of the routers."""
+    (decoding := Decoding(cache, compile, say)).check()
     loaded = _load(folder, plugins, ema, say)
     if replay_routes is not None:
-        if carried_tensors(loaded.model):
-            what = "a model that keeps a state between segments reads the same tokens in several segments"
-            raise ConfigError("--replay-routes", what, "Leave it out.")
-        if beams > 1:
-            what = "beam search reads many texts, and a file has the routes of one"
-            raise ConfigError("--replay-routes", what, "Leave out --beams.")
-        decoding = replace(decoding, signals=_routes_of(loaded, replay_routes))
+        decoding = replace(decoding, signals=_routes_of(loaded, replay_routes, beams))
     settings, tokenizer = loaded.settings, loaded.tokenizer
-    traits = MODELS.of(settings.model).traits
     device = loaded.mesh.device
-    window, longest = _lengths(settings, has_source=traits.source)
-    if carried_tensors(loaded.model):
-        longest = None
+    traits = MODELS.of(settings.model).traits
+    window, longest = _lengths(loaded, has_source=traits.source)
     objective = _objective(settings, tokenizer)
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
-    source = None
+    source, ids = None, torch.tensor(prompt_ids, device=device)
     if traits.source:
         source = torch.tensor(objective.source_of(prompt_ids), device=device)
-        prompt_ids = [objective.start]
-    ids = torch.tensor(prompt_ids, device=device)
+        ids = torch.tensor([objective.start], device=device)
     # Nothing trains this model afterwards, so what it caches may be good for inference alone, which costs less.
     with torch.inference_mode(loaded.mesh.rank_info.is_single_process):
         if isinstance(objective, Disco):
@@ -92,20 +81,29 @@ def generate_text(
         if beams > 1:
             _refuse_static(decoding, "beam search reads all tokens of its hypotheses at each step")
             shared |= {"length_penalty": length_penalty, "penalty_form": penalty_form}
-            best, *_ = beam_search(loaded.model, ids, tokens, beams=beams, **shared)
-            written = list(best.ids)
+            written = list(beam_search(loaded.model, ids, tokens, beams=beams, **shared)[0].ids)
         else:
             sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
-            sampling |= {"top_p": top_p, "repetition_penalty": repetition_penalty}
-            sampling["policy"] = exit_policy_of(loaded.model) if exits else None
-            sampling["decoding"] = decoding
-            written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
-    text = tokenizer.decode(written)
-    return text if traits.source or suffix is not None else prompt + text
+            sampling |= {"top_p": top_p, "repetition_penalty": repetition_penalty, **shared}
+            policy = exit_policy_of(loaded.model) if exits else None
+            sampling |= {"policy": policy, "decoding": decoding}
+            written = generate(loaded.model, ids, tokens, **sampling).tolist()
+    before = "" if traits.source or suffix is not None else prompt
+    return before + tokenizer.decode(written)
 
 
-def _routes_of(loaded: LoadedRun, file: Path) -> Callable[[Tensor], Mapping[Signal[Any], Tensor]]:
+def _routes_of(
+    loaded: LoadedRun, file: Path, beams: int
+) -> Callable[[Tensor], Mapping[Signal[Any], Tensor]]:
     """Let the mixtures read a file of routes; return from the ids of a text to the routes of its tokens."""
+    if carried_tensors(loaded.model):
+        what = (
+            "a model that keeps a state between segments reads the same tokens in several segments"
+        )
+        raise ConfigError("--replay-routes", what, "Leave it out.")
+    if beams > 1:
+        what = "beam search reads many texts, and a file has the routes of one"
+        raise ConfigError("--replay-routes", what, "Leave out --beams.")
     replay_file(loaded.model, file)
     replay = open_replay(loaded.model, loaded.tokenizer, Consensus(doing="read"))
     if replay is None:
@@ -157,12 +155,16 @@ def _cast_and_lay_out(model: nn.Module, settings: Settings) -> None:
     lay_out_matrices(model)
 
 
-def _lengths(settings: Settings, *, has_source: bool) -> tuple[int | None, int | None]:
+def _lengths(loaded: LoadedRun, *, has_source: bool) -> tuple[int | None, int | None]:
     """Return the tokens that the model reads at a time, and those of the longest prompt; None: no limit."""
-    data = settings.data
-    if settings.has_pairs:
-        return data.sequence_length, data.source_length - 1
-    return (None, None) if has_source else (data.sequence_length, data.sequence_length - 1)
+    data = loaded.settings.data
+    window, longest = data.sequence_length, data.sequence_length - 1
+    if loaded.settings.has_pairs:
+        longest = data.source_length - 1
+    elif has_source:
+        return None, None
+    # A model with a state between segments reads a prompt of any length.
+    return window, None if carried_tensors(loaded.model) else longest
 
 
 def encode_sides(

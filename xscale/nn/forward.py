@@ -89,9 +89,13 @@ class Choices:
         if self._next is None:
             self._made.append(choice)
             return choice
-        made = self._made[self._next]
         self._next += 1
-        return made
+        return self._made[self._next - 1]
+
+
+def new_choices() -> Choices:
+    """Return choices of a forward that has not begun."""
+    return Choices()
 
 
 class InnerStates(Protocol):

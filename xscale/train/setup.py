@@ -117,15 +117,11 @@ def set_up(
     draw_weights = not resumes or not _has_checkpoint(settings, mesh)
     model = plan.apply(model, mesh, settings.run.seed, applied.append, draw_weights=draw_weights)
     parameters = sharded_parameters(model)
-    objective: Objective = OBJECTIVES.build(
-        settings.objective, specials, source_length, settings.run.seed
-    )
-    objective, replay_lines = with_routes(replay, model, objective)
+    objective, replay_lines = with_routes(replay, model, _objective_of(settings, specials))
     objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
     applied += replay_lines + lines
     engine = make_engine(settings, model, parameters, mesh)
     graphs = _graphs(settings, model, objective, engine, device)
-    repeats = degrees.tp * degrees.pp
     micro_batches = partial(
         make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding, model=model
     )
@@ -138,7 +134,7 @@ def set_up(
         parameters=parameters,
         applied=tuple(applied),
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
-        stepper=Stepper(engine, objective, device, repeats=repeats, graphs=graphs),
+        stepper=Stepper(engine, objective, device, degrees.tp * degrees.pp, graphs),
         training=with_training_states(micro_batches(corpus.train), settings.train.batch_size),
         validation=None if corpus.validation is None else micro_batches(corpus.validation),
         eval_sequences=_evaluation_sequences(settings, corpus.validation),
@@ -148,6 +144,13 @@ def set_up(
         peak=peak_flops(device, plan.compute),
         has_weights=draw_weights,
     )
+
+
+def _objective_of(settings: Settings, specials: SpecialTokens) -> Objective:
+    """The objective of the run."""
+    of_data = (settings.data.source_length, settings.run.seed)
+    objective: Objective = OBJECTIVES.build(settings.objective, specials, *of_data)
+    return objective
 
 
 def _mesh_of(settings: Settings, rank_info: RankInfo) -> Mesh:

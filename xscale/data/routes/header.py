@@ -110,12 +110,11 @@ def read_header(content: Any, where: str, key: str) -> RouteHeader:
 
 
 def _decode(data: dict[str, Any], end: int) -> RouteHeader:
-    layout = RouteLayout(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in data["layout"].items()
-        }
-    )
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in data["layout"].items()
+    }
+    layout = RouteLayout(**values)
     counts = {len(layout.layers), len(layout.experts), len(layout.top_k)}
     if len(counts) != 1 or not layout.layers or min(*layout.top_k, *layout.experts) < 1:
         raise ValueError("layers, experts and top_k differ in number, or one is empty")

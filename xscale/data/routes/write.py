@@ -104,7 +104,8 @@ class RouteWriter:
     def _write_chunk(self) -> None:
         if not self._pending:
             return
-        sequences, self._pending, self._tokens = self._pending, [], 0
+        sequences, self._pending = self._pending, []
+        self._tokens = 0
         numbers = np.array(
             [(len(sequence.ids), sequence.sample, sequence.start) for sequence in sequences], "<i8"
         )

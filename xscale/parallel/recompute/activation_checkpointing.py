@@ -30,7 +30,7 @@ from xscale.mesh.torch_private import (
 )
 from xscale.nn.blocks.block import Block
 from xscale.nn.blocks.stack import Stack
-from xscale.nn.forward import Choices
+from xscale.nn.forward import new_choices
 from xscale.nn.module import substitute
 from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig, RecomputeConfig
@@ -287,12 +287,12 @@ def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Cal
         id(stats): stats for about in tokens if (stats := about.forward.stats) is not None
     }.values()
     before = [(collected, collected.copy()) for collected in stats]
-    choices = Choices()
+    choices = new_choices()
     is_recomputation = False
 
-    def forward(*given: Any) -> Any:
+    def forward(*arguments: Any) -> Any:
         nonlocal is_recomputation
-        inputs = _with_choices(given, choices)
+        inputs = _with_choices(arguments, choices)
         for values, state in shared:
             values.reset(state)
         if not is_recomputation:
@@ -311,7 +311,7 @@ def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Cal
     return forward
 
 
-def _with_choices(inputs: Sequence[Any], choices: Choices) -> list[Any]:
+def _with_choices(inputs: Sequence[Any], choices: Any) -> list[Any]:
     """Return `inputs` with tokens that have these choices; tokens that come twice stay one object."""
     copies = {
         id(argument): argument.with_forward(choices=choices)

@@ -61,16 +61,14 @@ def plan_dispatch(
 ) -> DispatchPlan:
     """Sort the assignments by expert; each expert keeps at most `capacity` of each segment of the tokens.
 
-    `capacity` is one number for all segments, or one for each; None: no limit. `segments` None: all tokens are one.
-    A recomputation finds in `choices` which assignments its forward preferred.
+    `capacity` is one number for all segments, or one for each; None: no limit. `segments` None: all tokens are one. A
+    recomputation finds in `choices` which assignments its forward preferred.
 
     Where nothing is dropped, or with `fixed_shapes`, the host does not wait for the device.
     """
     tokens = routing.probabilities.shape[0]
-    order = None if capacity is None else _precedence(routing, drop_policy)
-    if order is not None and choices is not None:
-        order = choices.make_or_repeat(order)
     expert, token = routing.expert, routing.token
+    order = None if capacity is None else _precedence(routing, drop_policy, choices)
     groups = 1 if segments is None else segments.count
     key = (
         expert if segments is None or segments.is_one else expert * groups + segments.of(token)
@@ -80,9 +78,8 @@ def plan_dispatch(
         key = torch.where(routing.kept, key, bins)
     sorted_key, sorting = (key if order is None else key[order]).sort(stable=True)
     order = sorting if order is None else order[sorting]
-    starts = torch.searchsorted(
-        sorted_key, torch.arange(bins + 1, device=sorted_key.device)
-    )  # [bins + 1]
+    bounds = torch.arange(bins + 1, device=sorted_key.device)
+    starts = torch.searchsorted(sorted_key, bounds)  # [bins + 1]
     load = counts = starts.diff()
     kept = None
     if capacity is not None:
@@ -121,12 +118,20 @@ def experts_of_rows(tokens_per_expert: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
 
 
-def _precedence(routing: Routing, drop_policy: DropPolicy) -> Tensor | None:
+def _precedence(
+    routing: Routing, drop_policy: DropPolicy, choices: Choices | None
+) -> Tensor | None:
     """Assignments [M] in the order in which they fill an expert's capacity; None: in the given order."""
     if drop_policy == "choice" or (drop_policy == "position" and routing.k == 1):
         return None
     if drop_policy == "position":
         return routing.token.argsort(stable=True)
+    order = _order_by_value(routing, drop_policy)
+    return order if choices is None else choices.make_or_repeat(order)
+
+
+def _order_by_value(routing: Routing, drop_policy: DropPolicy) -> Tensor:
+    """Assignments [M] by falling weight; or for priority each block of choices by the token's best probability."""
     if drop_policy == "probability":
         return routing.weight.detach().argsort(descending=True, stable=True)
     best = routing.probabilities.detach().amax(1)[routing.token]  # [M]
