@@ -16,7 +16,7 @@ import pytest
 import typer
 import yaml
 
-from tests.test_docs import PAGES, ROOT, titled_blocks
+from tests.test_docs import PAGES, ROOT, commands, titled_blocks
 from xscale.cli.main import app
 from xscale.commands.show.recipes import config_file
 from xscale.core.compose import compose
@@ -118,6 +118,24 @@ def test_there_are_commands_and_a_refused_one_is_seen(reader: Path) -> None:
         accept("xscale launch slurm configs/run/quickstart.yaml --nodes 2 --processes-per-node 8")
     with pytest.raises(Exception, match="No such option"):
         accept("xscale generate runs/mine --promt text")
+
+
+def unquoted_globs(command: str) -> list[str]:
+    """Words of a command that zsh takes for a pattern of file names, and refuses where no file has such a name."""
+    return [word for word in re.sub(r"'[^']*'|\"[^\"]*\"", "", command).split() if re.search(r"=.*[\[*?]|\[", word)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_printed_command_has_its_brackets_in_quotes(page: Path) -> None:
+    for command in [*commands(page), *text_commands(page)]:
+        assert unquoted_globs(command) == [], command
+
+
+def test_brackets_without_quotes_are_seen() -> None:
+    """Negative control."""
+    assert unquoted_globs("xscale train quickstart run.allow_links=[checkpoints]") == ["run.allow_links=[checkpoints]"]
+    assert unquoted_globs("xscale train quickstart model.stack.rules[0].every=2") != []
+    assert unquoted_globs("xscale train quickstart 'a=[b]' model.stack.rules.0.every=2") == []
 
 
 PLACES = {"ffn": "model.stack.block.ffn"}

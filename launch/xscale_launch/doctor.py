@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 def argument_parser() -> argparse.ArgumentParser:
     """Return the parser of `xscale doctor`."""
-    parser = argparse.ArgumentParser(prog="xscale doctor", description=__doc__, allow_abbrev=False)
+    parser = command.VerbParser(prog="xscale doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--folder",
         type=path_argument,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from xscale_launch import local, status
-from xscale_launch.command import say, write
+from xscale_launch.command import VerbParser, is_config, say, verb_meant, write
 from xscale_launch.mpi import mpi
 from xscale_launch.slurm import submit, watch
 from xscale_launch.status import LaunchError
@@ -61,12 +61,11 @@ def main(argv: Sequence[str]) -> int:
         write(usage(known))
         return status.DONE if argv else status.USER_MISTAKE
     if argv[0] not in known:
-        say(f"unknown verb {argv[0]!r}; choose from {', '.join(known)}")
+        meant = verb_meant(argv[0], list(known), is_config(argv[0]))
+        say(f"unknown verb {argv[0]!r}; {meant}")
         return status.USER_MISTAKE
     verb = known[argv[0]]
-    parser = argparse.ArgumentParser(
-        prog=f"xscale launch {argv[0]}", description=verb.about, allow_abbrev=False
-    )
+    parser = VerbParser(prog=f"xscale launch {argv[0]}", description=verb.about, allow_abbrev=False)
     verb.add_arguments(parser)
     try:
         return verb.run(parser.parse_intermixed_args(list(argv[1:])))

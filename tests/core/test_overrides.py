@@ -60,6 +60,7 @@ def changes(before: Any, now: Any, path: str = "") -> dict[str, Any]:
         (f"{RULES}[].every=8", {f"{RULES}[{index}].every": 8 for index in range(3)}),
         (f"{RULES}[*].ffn.experts=4", {f"{RULES}[{index}].ffn.experts": 4 for index in range(2)}),
         ("rules[*].ffn.experts=4", {f"{RULES}[{index}].ffn.experts": 4 for index in range(2)}),
+        ("rules.1.ffn.experts=4", {f"{RULES}[1].ffn.experts": 4}),
         ("rules[1].ffn.experts=4", {f"{RULES}[1].ffn.experts": 4}),
         ("moe.experts=4", {f"{RULES}[{index}].ffn.experts": 4 for index in range(2)}),
         ("ffn.moe.experts=4", {f"{RULES}[{index}].ffn.experts": 4 for index in range(2)}),
@@ -90,7 +91,8 @@ def test_parts_and_lists_at_their_defaults_are_set_too() -> None:
         (f"{RULES}[3].every=2", f"{RULES} has 3 entries, counted from 0. There is {RULES}[0] to {RULES}[2]."),
         (
             f"{RULES}.ffn.experts=4",
-            f"whose entries have keys and not the list. Give {RULES}[0] to {RULES}[2]",
+            f"whose entries have keys and not the list. Give {RULES}[0] to {RULES}[2], or all entries by "
+            f"{RULES}[*]: '{RULES}[*].ffn.experts=VALUE'.",
         ),
         (
             f"{RULES}[*].ffn.expert_count=4",
@@ -206,8 +208,8 @@ def test_the_keys_that_are_set_by_what_a_part_is_are_listed() -> None:
         ("optimizer.learning_rate=1", "Did you mean 'optimizer.lr'?"),
         ("train.max-steps=2", "Did you mean 'train.steps'?"),
         ("precision.compute=bf16", "got 'bf16'. Did you mean 'bfloat16'?"),
-        ("precision=bf16", "is a section with keys of its own, got 'bf16'. Set one of them: compute, master"),
-        ("data=x.txt", "Set one of them: source, tokenizer"),
+        ("precision=bf16", "is a section with keys of its own, got 'bf16'. Write precision.compute=bfloat16."),
+        ("data=x.txt", "got 'x.txt'. Write 'data.source={kind: text, paths: [FILES]}'"),
         ("zzz=3", "unknown key. Known: about, checkpoint, data"),
     ],
 )

@@ -332,7 +332,7 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_half_written(tmp_path: Path
     command = [sys.executable, "-c", FULL, str(tmp_path), str(limit)]
     out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert "cannot be written (File too large" in out
-    assert "Free space, or set another `data.folder`" in out
+    assert "Raise the limit on file sizes (ulimit -f), or set another `data.folder`" in out
     # A shard that fails leaves nothing; finished shards stay for the next time.
     assert ".part" not in out.splitlines()[-1]
     assert ("00000.json" in out) == (limit > 100_000)

@@ -219,7 +219,7 @@ def test_a_name_stands_for_its_recipe() -> None:
         (["CONFIG", "train.steps"], "'train.steps' is not an override"),
         (["CONFIG", "--port", "99999"], "99999 is not a port"),
         (["--xscale", "/nowhere/python", "CONFIG", "--processes", "1"], "/nowhere/python cannot be started"),
-        (["--proceses", "2", "CONFIG"], "unrecognized arguments"),
+        (["--proceses", "2", "CONFIG"], "no option --proceses; did you mean --processes?"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(config: Path, arguments: list[str], said: str) -> None:

@@ -14,7 +14,7 @@ def test_no_verb_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_verb_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lokal", "x.yaml"]) == 2
-    assert "unknown verb 'lokal'; choose from local, slurm, mpi, status" in capsys.readouterr().err
+    assert "unknown verb 'lokal'; did you mean local?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", verbs())

@@ -95,7 +95,7 @@ def test_a_log_is_followed_wherever_it_was_cut(
     monkeypatch.setattr(queue, "known_jobs", known)
     monkeypatch.setattr(watch.time, "sleep", lambda seconds: None)
     options = argparse.Namespace(rank=None, member=None, lines=40, follow=True, run=run)
-    watch.follow(run, options, watch.Log(file))
+    watch.follow(run, options, watch.GrowingLog(file))
     said = capsys.readouterr().out
     whole = b"".join(pieces).decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
     assert said == files.shown(whole)

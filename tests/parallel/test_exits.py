@@ -81,4 +81,4 @@ def test_stages_do_not_hand_on_the_predictions_of_exits() -> None:
 def test_an_exit_away_from_the_shared_head_is_refused() -> None:
     (problem,) = refused(model(depth=4, head="shared"), 2, **PIPELINE)
     assert "the exit after block 0 predicts by the model's head, which is on the last stage, from block 2" in problem
-    assert "Take 1, or model.stack.exits.head=own, or model.stack.exits.blocks=[2]." in problem
+    assert "Take 1, or model.stack.exits.head=own, or 'model.stack.exits.blocks=[2]'." in problem

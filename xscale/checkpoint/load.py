@@ -18,6 +18,7 @@ from xscale.checkpoint.search import find_newest, set_aside
 from xscale.core.errors import ConfigError
 from xscale.core.files.file_safety import decode_json
 from xscale.core.files.run_files import read_run_file
+from xscale.core.files.run_near import run_near
 from xscale.core.foreign import reason
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.flat_shard import FlatShard
@@ -214,9 +215,8 @@ def averages_of(path: Path, entries: Collection[str]) -> dict[str, str]:
 def open_manifest(path: Path) -> manifest.CheckpointManifest:
     """Read the manifest and check the size of every file; ConfigError when `path` is no checkpoint."""
     if not path.is_dir():
-        raise ConfigError(
-            str(path), "there is no such folder", "Give the folder of a checkpoint (step-...)."
-        )
+        fix = run_near(path) or "Give the folder of a checkpoint (step-...)."
+        raise ConfigError(str(path), "there is no such folder", fix)
     if not (path / MANIFEST).exists() and not (path / CONFIG).exists():
         raise ConfigError(
             str(path),

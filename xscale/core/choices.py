@@ -1,11 +1,12 @@
 """Changes of a recipe that may end a problem, and the sentence that says them."""
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from xscale.core.yaml_writer import flow_text
+from xscale.core.yaml_writer import flow_text, override_word
 
 Edit = tuple[str, Any]
 """Dotted key of a recipe, and a value for it."""
@@ -60,10 +61,17 @@ def _phrase(group: list[Choice], path: str) -> str:
     (key, _), *further_keys = first.edits
     family, _, kind = key.partition(" ")
     shared = first.further if all(choice.further == first.further for choice in group) else ()
+    start = "" if key in ("", path) else f"{key}="
+    texts = [flow_text(choice.edits[0][1]) for choice in group]
+    if (
+        start
+        and " " not in key
+        and any(shlex.quote(start + text) != start + text for text in texts)
+    ):
+        start, texts = "", [shlex.quote(start + text) for text in texts]
     values = [
-        flow_text(choice.edits[0][1])
-        + ("" if shared or not choice.further else _with(" with ", choice.further, path))
-        for choice in group
+        text + ("" if shared or not choice.further else _with(" with ", choice.further, path))
+        for choice, text in zip(group, texts, strict=True)
     ]
     listed = listed_names(values)
     kind, of_part, inner = kind.partition(OF_PART)
@@ -71,14 +79,18 @@ def _phrase(group: list[Choice], path: str) -> str:
         return f"{inner}={listed} of the {family} '{kind}'"
     if kind:
         return f"the {family} {listed} in place of '{kind}'"
-    start = "" if key in ("", path) else f"{key}="
     also = f", and so {' and '.join(key for key, _ in further_keys)}" if further_keys else ""
     apiece = ", each" if len(group) > 1 and shared else ""
     return f"{start}{listed}{also}{apiece}{_with(' with ', shared, path) if shared else ''}"
 
 
 def _with(start: str, edits: tuple[Edit, ...], path: str) -> str:
-    return start + " and ".join(f"{key or path}={flow_text(value)}" for key, value in edits)
+    return start + " and ".join(_edit(key or path, value) for key, value in edits)
+
+
+def _edit(key: str, value: Any) -> str:
+    """Return `key=value` as it is typed; a key of parts, which has a space, is none that is typed."""
+    return f"{key}={flow_text(value)}" if " " in key else override_word(key, value)
 
 
 def listed_names(names: list[str]) -> str:

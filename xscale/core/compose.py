@@ -3,10 +3,12 @@
 Precedence: schema default < `use` left to right < the file itself < the command line.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,12 @@ SCHEMA = "recipe.schema.json"
 """Name of the JSON schema of a recipe, among the configs."""
 COMMAND_LINE = "command line"
 """Origin of the values of overrides."""
+NO_OVERRIDE = "an override is written key=value"
+"""The fault of a word that sets no key."""
+APART = re.compile(r"([a-z_]+(?:\.[\w\[\]*]+)+)(?: ?[:=])? ([^ =]+)")
+"""A key and its value, typed as two or three words."""
+OTHERS_PATH = re.compile(r"(?:[+~]{0,2})([a-z_]+(?:[:/][a-z_]+)+)|\+{1,2}([a-z_.]+)")
+"""A path as other configs have it: `train/steps`, `train:steps`, `+train.steps`."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -118,17 +126,32 @@ def _compose(add: Callable[[Composed], None], overrides: list[str]) -> Composed:
             _add_override(composed, override)
         except ConfigError as error:
             composed.problems += error.problems
+    if any(problem.what == NO_OVERRIDE for problem in composed.problems):
+        composed.problems = _written_apart(overrides, composed.problems)
     if not has_all_files:
         raise ConfigError(composed.problems)
     return composed
 
 
+def _written_apart(overrides: list[str], problems: list[Problem]) -> list[Problem]:
+    """Join the problems of an override that was typed as several words, `train.steps 20`, to one with the advice."""
+    for start, count in product(range(len(overrides)), (3, 2)):
+        words = overrides[start : start + count]
+        match = APART.fullmatch(" ".join(words))
+        if match is not None and len(words) == count:
+            kept = [problem for problem in problems if problem.path not in words]
+            fix = f"Write it as one word: {match[1]}={match[2]}."
+            return [*kept, Problem(" ".join(words), NO_OVERRIDE, fix)]
+    return problems
+
+
 def _add_override(composed: Composed, override: str) -> None:
     path, separator, text = override.partition("=")
     if not separator or not path or any(not part for part in path.split(".")):
-        raise ConfigError(
-            override, "an override is written key=value", "For example train.steps=20."
-        )
+        raise ConfigError(override, NO_OVERRIDE, "For example train.steps=20.")
+    if dotted := OTHERS_PATH.fullmatch(path):
+        key = re.sub("[:/]", ".", dotted[1] or dotted[2])
+        raise ConfigError(override, "a key is written with dots", f"Write {key}={text}.")
     if path.count(".") >= DEPTH:
         raise ConfigError(f"override {path[:40]}...", f"it is nested more than {DEPTH} deep")
     value: Any = parse(text, f"override {override}")

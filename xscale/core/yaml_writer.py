@@ -1,6 +1,7 @@
 """The one writer of YAML: plain data as text that the reader of YAML 1.2 reads as the same data."""
 
 import re
+import shlex
 from typing import Any
 
 import yaml
@@ -53,3 +54,8 @@ def flow_text(value: Any) -> str:
         value, Dumper=_Dumper, default_flow_style=True, width=10_000, allow_unicode=True
     )
     return text.removesuffix(DOCUMENT_END)[:-1]
+
+
+def override_word(key: str, value: Any) -> str:
+    """Return `key=value` as it is typed in a shell: in quotes where a shell would read more than a word in it."""
+    return shlex.quote(f"{key}={flow_text(value)}")

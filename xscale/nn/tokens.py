@@ -40,11 +40,12 @@ class SharedValues:
         """
         if key not in self._values:
             value = compute()
-            assert not torch.is_grad_enabled() or not any(
-                tensor.requires_grad for tensor in _tensors_of(value)
-            ), (
-                f"the shared value {key} requires grad, and the rank's pipeline stages would share its graph"
-            )
+            # Not all versions of torch trace the search; without compilation it sees the same values.
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                requires_grad = any(tensor.requires_grad for tensor in _tensors_of(value))
+                assert not requires_grad, (
+                    f"the shared value {key} requires grad, and the rank's pipeline stages would share its graph"
+                )
             self._values[key] = value
         return self._values[key]
 

@@ -13,6 +13,7 @@ from typing import Any
 from xscale.core.compose import leaves
 from xscale.core.errors import ConfigError, counted
 from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.run_near import run_near
 from xscale.core.yaml_writer import flow_text
 from xscale.observe.format import duration, page_bytes, printable, quantity
 from xscale.observe.record import RECORD_NAME, History, Record, load_history, read_record, value_at
@@ -127,7 +128,10 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
         runs = [run for folder in folders for run in _runs_below(folder)]
         if not runs:
             what = f"contains no run with a {RECORD_NAME}" if folders else "there is no such folder"
-            fix = "Give folders of runs that were trained with observe.report=true, a folder of them, or a pattern."
+            fix = run_near(Path(pattern)) if not folders else ""
+            fix = fix or (
+                "Give folders of runs that were trained with observe.report=true, a folder of them, or a pattern."
+            )
             raise ConfigError(pattern, what, fix)
         run_folders |= {run.resolve(): run for run in runs if run.resolve() not in run_folders}
     return list(run_folders.values())

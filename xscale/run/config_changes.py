@@ -78,7 +78,7 @@ def how_to_fix(key: str) -> str:
     usual = "Choose another run.dir, or give the config that the run was started with."
     if key not in CHANGEABLE:
         return usual
-    return f"{usual[:-1]}; if the change is intended, run.allow_changed=[{key}] resumes with it."
+    return f"{usual[:-1]}; if the change is intended, 'run.allow_changed=[{key}]' resumes with it."
 
 
 def with_new_names(config: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from xscale.checkpoint.load import (
 from xscale.checkpoint.search import find_to_read
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.files.run_near import run_near
 from xscale.core.plugins import import_plugins, plugin_names
 from xscale.data.corpus.stored_tokenizer import open_run_tokenizer
 from xscale.data.tokenizer.tokenizer import Tokenizer
@@ -140,7 +141,7 @@ def read_settings(folder: Path, *, plugins: bool = False) -> Settings:
     config = read_config(run_of(folder))
     if config is None:
         what = "the folder contains no run (no config.yaml, no checkpoint)"
-        raise ConfigError(str(folder), what, "Give the run.dir of a run.")
+        raise ConfigError(str(folder), what, run_near(folder) or "Give the run.dir of a run.")
     with plugins_of(config, folder, imported=plugins):
         return decode(Settings, config)
 

@@ -57,7 +57,7 @@ def _problem(path: Path, wanted: str, *, linkable: bool = False) -> Problem | No
         return None
     fix = "Remove it, or choose another run.dir."
     if kind == "a symbolic link" and linkable and path.is_dir():
-        fix = f"If you made it, run.allow_links=[{path.name}] writes through it; else remove it."
+        fix = f"If you made it, 'run.allow_links=[{path.name}]' writes through it; else remove it."
     return Problem(
         str(path),
         f"this is {kind}, not {wanted}, so the run would write elsewhere or not at all",

@@ -157,7 +157,9 @@ def submitted_jobs(run: Path) -> list[SubmittedJob]:
     """Return the run's jobs, oldest first; raise `LaunchError` when the run was not submitted to Slurm."""
     path = run / "launch" / "jobs.jsonl"
     if not run.is_dir():
-        raise LaunchError(f"run folder {run} does not exist")
+        meant = run.parent / "runs" / run.name
+        hint = f"; did you mean {meant}?" if (meant / "config.yaml").is_file() else ""
+        raise LaunchError(f"run folder {run} does not exist{hint}")
     if not path.is_file():
         raise LaunchError(
             f"{run} was not submitted to a cluster: it has no launch/jobs.jsonl. Stop a run that was started without "

@@ -195,7 +195,7 @@ def show_logs(options: argparse.Namespace) -> int:
         say(f"showing member {members[0].name} of {len(members)}; choose another with --member")
     if options.follow and not ids:
         raise LaunchError(f"{run} has no Slurm job to follow; use tail -f {path}")
-    log = None if path is None else Log(path)
+    log = None if path is None else GrowingLog(path)
     if log is not None:
         write("\n".join(log.read().splitlines()[-options.lines :]))
     if options.follow:
@@ -203,7 +203,7 @@ def show_logs(options: argparse.Namespace) -> int:
     return status.DONE
 
 
-def follow(run: Path, options: argparse.Namespace, log: "Log | None") -> None:
+def follow(run: Path, options: argparse.Namespace, log: "GrowingLog | None") -> None:
     """Print what is appended to a log, and then the logs of the jobs that resume the run."""
     alive = True
     while alive:
@@ -216,13 +216,13 @@ def follow(run: Path, options: argparse.Namespace, log: "Log | None") -> None:
         if newest is not None and (log is None or newest != log.path):
             if log is not None:
                 say(f"the run resumes in {newest}")
-            log = Log(newest)
+            log = GrowingLog(newest)
             alive = True
         elif alive:
             time.sleep(1.0)
 
 
-class Log:
+class GrowingLog:
     """A log that grows, read as text; the carriage returns of progress bars end lines."""
 
     def __init__(self, path: Path) -> None:

@@ -1,5 +1,6 @@
 """Listing, showing, verifying, comparing and pruning checkpoints without a model; `commands.checkpoint` prints it."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,9 +12,10 @@ from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import CheckpointError
 from xscale.checkpoint.files import MANIFEST, bad_folders, hidden_folders, step_of, visible_steps
 from xscale.checkpoint.load import CheckpointReader, read_config, read_state
-from xscale.checkpoint.retention import delete_excess, excess
-from xscale.core.errors import ConfigError, plain
+from xscale.checkpoint.retention import delete, excess
+from xscale.core.errors import ConfigError, Problem, plain
 from xscale.core.files.run_files import kind_of, read_run_file
+from xscale.core.files.run_near import run_near
 
 CHECKPOINTS_FOLDER = "checkpoints"
 
@@ -116,27 +118,33 @@ def prune(
     """Delete the checkpoints that retention does not keep, and with `bad_too` those that were set aside.
 
     Returns the deleted paths, or with `dry` those that would be deleted. The newest one whose hashes are right is kept.
+    ConfigError for those that cannot be deleted.
     """
     run, folder = folder, checkpoints_folder(folder)
     if folder != run and kind_of(folder) != "a folder":
         what = "this is a symbolic link, and what it points to may be another run's"
         raise ConfigError(str(folder), what, f"Give {folder} itself if you made it.")
     aside = bad_folders(folder) if bad_too else []
+    rows = excess(folder, keep_last, keep_every, hashes=True)
+    paths = [path for _, path in rows] + aside
     if dry:
-        return [path for _, path in excess(folder, keep_last, keep_every, hashes=True)] + aside
+        return paths
     disk = Disk()
-    deleted = delete_excess(folder, keep_last, keep_every, disk, hashes=True)
+    for step, path in rows:
+        delete(folder, step, path, disk)
     for path in aside:
         disk.delete(path)
-    return deleted + aside
+    if left := [path for path in paths if os.path.lexists(path)]:
+        fix = "Let this user write there, or mount it for writing."
+        raise ConfigError([Problem(str(path), "it cannot be deleted", fix) for path in left])
+    return paths
 
 
 def describe(path: Path, hashes: bool = False) -> CheckpointRow:
     """Describe one checkpoint; with `hashes`, verify the content of its files."""
     if not path.is_dir():
-        raise ConfigError(
-            str(path), "there is no such folder", "Give the folder of a checkpoint (step-...)."
-        )
+        fix = run_near(path) or "Give the folder of a checkpoint (step-...)."
+        raise ConfigError(str(path), "there is no such folder", fix)
     step = step_of(path)
     try:
         stored = manifest.read(path)
@@ -155,9 +163,8 @@ def describe(path: Path, hashes: bool = False) -> CheckpointRow:
 def checkpoints_folder(path: Path) -> Path:
     """Return `path` or, for a run folder, the folder of its checkpoints."""
     if not path.is_dir():
-        raise ConfigError(
-            str(path), "there is no such folder", "Give a run.dir, or a folder of checkpoints."
-        )
+        fix = run_near(path) or "Give a run.dir, or a folder of checkpoints."
+        raise ConfigError(str(path), "there is no such folder", fix)
     return path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
 
 

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from xscale.cli.terminal.complete import complete_override, complete_recipe, complete_run
+from xscale.cli.terminal.usage import OTHERS_OPTIONS, command_name
 from xscale.commands.show.recipes import RUNS, config_file
 from xscale.core.compose import Composed, compose, parse_file
 from xscale.core.errors import ConfigError, near_name
@@ -143,9 +144,10 @@ class CommandWithSettings(TyperCommand):
                 continue
             names = [option.lstrip("-") for option in options if option.startswith("--")]
             word = name.lstrip("-")
-            near = "" if way_of(word) else near_name(word, names)
+            known = way_of(word) or name in OTHERS_OPTIONS
+            near = "" if known else near_name(word, names)
             fix = f"Did you mean --{near}?" if near else _as_setting(word, value)
-            raise ConfigError(name, f"`{ctx.command_path}` has no such option", fix)
+            raise ConfigError(name, f"`{command_name(ctx)}` has no such option", fix)
         return super().parse_args(ctx, args)
 
 
@@ -154,7 +156,7 @@ def _as_setting(option: str, value: str) -> str:
     from xscale.commands.show.explain import config_keys
 
     query = option.replace("-", "_")
-    if way := way_of(query):
+    if way := way_of(query) or OTHERS_OPTIONS.get(f"--{option}", ""):
         return way
     keys = config_keys()
     groups = keys.find(query)

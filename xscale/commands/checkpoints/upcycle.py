@@ -59,7 +59,7 @@ def upcycle_run(
     upcycled = {path: moe for path, moe in mixtures.items() if f"{path}.up.weight" in weights}
     if not upcycled:
         what = "the overrides turn no dense ffn of that run into a mixture"
-        fix = "Give overrides such as model.stack.block.ffn={kind: moe, experts: 8, expert: ...}."
+        fix = "Give overrides such as 'model.stack.block.ffn={kind: moe, experts: 8, expert: ...}'."
         raise ConfigError("upcycle", what, fix)
     unpadded = loaded.unpadded_vocabulary
     model = model_from_weights(

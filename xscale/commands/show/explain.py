@@ -9,7 +9,6 @@ from xscale.commands.show.explain_override import (
     location_word,
     locations_in,
     override_of,
-    word,
     words_of,
 )
 from xscale.core.compose import SCHEMA, Composed, configs_folder
@@ -26,6 +25,7 @@ from xscale.core.config_keys.overrides import find_present
 from xscale.core.config_keys.present_keys import PresentKey, below, kind_of, root_of, walk
 from xscale.core.errors import ConfigError
 from xscale.core.key_words.others_words import way_of
+from xscale.core.yaml_writer import override_word
 
 SECTION = "its keys' defaults"
 FULL = 2
@@ -169,7 +169,7 @@ def _recipe_lines(
             # The words mean more than these.
             is_all = False
         if is_all:
-            yield f"  all of them: {word(words, locations[0].value)}"
+            yield f"  all of them: {override_word(words, locations[0].value)}"
 
 
 def _locations_entry(

@@ -1,6 +1,5 @@
 """The override that sets a config key: by its path, or by what the part is that has it."""
 
-import shlex
 from typing import Any
 
 from xscale.commands.show.example_values import example
@@ -8,7 +7,7 @@ from xscale.core.config_keys.keys import ConfigKeys, Key
 from xscale.core.config_keys.override_path import parse_path, path_text
 from xscale.core.config_keys.overrides import matching
 from xscale.core.config_keys.present_keys import PresentKey, kind_of, root_of, walk
-from xscale.core.yaml_writer import flow_text
+from xscale.core.yaml_writer import override_word
 
 
 def override_of(keys: ConfigKeys, key: Key) -> str:
@@ -28,12 +27,7 @@ def override_of(keys: ConfigKeys, key: Key) -> str:
     path = key.path.removesuffix("[]").replace("[]", "[*]")
     if "[" not in path and not has_default_kinds(keys, key) and len(keys.paths_of(key)) > 1:
         path = words_of(keys, key) or path
-    return word(path, example(keys, key))
-
-
-def word(path: str, value: Any) -> str:
-    """Return `path=value` as it is typed in a shell."""
-    return shlex.quote(f"{path}={flow_text(value)}")
+    return override_word(path, example(keys, key))
 
 
 def words_of(keys: ConfigKeys, key: Key) -> str | None:
@@ -91,7 +85,7 @@ def location_word(keys: ConfigKeys, location: PresentKey) -> str:
     path = path_text(location.path)
     is_slot = keys.family(location.key) is not None and not isinstance(location.value, list | tuple)
     return (
-        word(f"{path}.kind", kind_of(location))
+        override_word(f"{path}.kind", kind_of(location))
         if is_slot and location.value is not None
-        else word(path, location.value)
+        else override_word(path, location.value)
     )

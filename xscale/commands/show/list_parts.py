@@ -33,7 +33,7 @@ def show(
         catalogue.show(kind, as_json=as_json)
         return
     if name is not None and name not in FAMILIES:
-        catalogue.show_word(name, recipes.what_else(name), as_json=as_json)
+        catalogue.show_word(name, _what_else(name), as_json=as_json)
         return
     known = families()
     chosen = known if name is None else {name: known[name]}
@@ -45,6 +45,35 @@ def show(
         return
     for family, parts in chosen.items():
         _print(parts, tables[family])
+
+
+OTHERS_LISTS = {
+    **dict.fromkeys(
+        ("experts", "mixtures", "mlp"), "Write `xscale list ffn`, or `xscale list moe`."
+    ),
+    **dict.fromkeys(
+        ("datasets", "dataset", "data", "corpora"), "Sources of text are `xscale list source`."
+    ),
+    **dict.fromkeys(("loss", "losses", "tasks"), "Losses belong to objectives: `list objective`."),
+    **dict.fromkeys(("flash", "sdpa", "kernels", "operators"), "`xscale bench ops` has operators."),
+    **dict.fromkeys(("schedulers", "lr"), "Write `xscale list schedule`."),
+    **dict.fromkeys(("keys", "settings", "options"), "Keys are shown by `xscale explain`."),
+    **dict.fromkeys(("commands", "help"), "`xscale --help` shows the commands."),
+    **dict.fromkeys(("devices", "gpus", "nodes"), "`xscale doctor` checks this machine."),
+    **dict.fromkeys(("runs", "checkpoints"), "Runs are folders: `xscale checkpoint ls RUN`."),
+    "plugins": "A part of your own is checked by `xscale check-part FILE`.",
+}
+"""A word that other programs list -> a sentence on what shows it here."""
+
+
+def _what_else(word: str) -> str:
+    """A sentence on a word that no list has: a recipe, a config key, or what other programs call so; else empty."""
+    from xscale.commands.show.explain import config_keys
+
+    if known := recipes.what_else(word) or OTHERS_LISTS.get(word.lower(), ""):
+        return known
+    is_key = "." in word and config_keys().find(word)
+    return f"It is a config key: `xscale explain {word}`." if is_key else ""
 
 
 def markdown() -> str:

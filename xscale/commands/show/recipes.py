@@ -120,12 +120,14 @@ def _config_of_run(folder: str | Path) -> Path:
 
 
 def what_else(word: str) -> str:
-    """A sentence on a word that was taken for a config key and is a recipe, a config file or a run; else empty."""
+    """A sentence on a word that was taken for a config key and is a recipe, a famous model, a config file or a run;
+    else empty."""
     if word in recipe_names() or Path(word).suffix in YAML:
         return f"It is a recipe: `xscale explain KEY {word}` says where it has a key, and its value there."
     if _config_of_run(word).is_file():
         return f"It is a run: `xscale explain KEY {word}` says where its config has a key."
-    return ""
+    # A key such as moe_layers begins as the name of a model does.
+    return _famous(word) if word.replace("-", "").isalnum() else ""
 
 
 FAMOUS = {
@@ -162,11 +164,22 @@ def _famous(word: str) -> str:
     return f"The recipe '{recipe}' {why}." if recipe else ""
 
 
+DATA = (".txt", ".jsonl", ".json", ".parquet", ".csv", ".tsv", ".bin")
+"""Ends of files that are text or data, and no configs."""
+
+
 def _near(word: str) -> str:
-    """A sentence on the recipe or variant whose name is near."""
-    close = get_close_matches(word, recipe_names(), n=1, cutoff=NEAR)
+    """A sentence on the recipe or variant whose name is near, in any case, or begins so; or on what is no name."""
+    if word.lower() in ("help", "?"):
+        return "`xscale --help` shows the commands, and `xscale COMMAND --help` its options."
+    if Path(word).suffix in DATA:
+        return f"A config is a YAML file or a recipe's name; 'data.source={{kind: text, paths: [{word}]}}' is text."
+    names = recipe_names()
+    lower = word.lower()
+    close = get_close_matches(lower, names, n=1, cutoff=NEAR)
+    close = close or [name for name in names if len(word) > 2 and name.startswith(lower)][:3]
     return (
-        f"Did you mean '{close[0]}'?"
+        f"Did you mean {' or '.join(map(repr, close))}?"
         if close
         else "`xscale list recipes` and `xscale list xformers` show them."
     )

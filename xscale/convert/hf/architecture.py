@@ -126,6 +126,8 @@ class Architecture:
     """Keys of `FEATURES` that the mapping reads; of the others only the defaults map."""
     without_capacity: Callable[[Any], Any] = lambda config: config
     """Return the config without expert capacity, which an export removes; used to compare logits."""
+    config_keys: frozenset[str] = frozenset()
+    """Keys of config.json that are honoured."""
     inputs: Callable[[Any, Tensor], dict[str, Tensor]] = lambda config, ids: {}
     """Inputs of the library's model besides ids [B, T], for the comparison of the logits."""
     objective: str | None = None

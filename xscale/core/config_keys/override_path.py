@@ -59,7 +59,12 @@ def typed_key(text: str) -> str:
     Messages name an entry by `name.0`, and completion leaves the dot behind a section.
     """
     key = text.partition("=")[0].strip().removesuffix(".")
-    return re.sub(r"\.([0-9]{1,9})(?=\.|$)", r"[\1]", key).replace("[*]", "[]")
+    return with_brackets(key).replace("[*]", "[]")
+
+
+def with_brackets(path: str) -> str:
+    """Return the path with the index of an entry in brackets: `rules.0.every`, which needs no quotes, as `rules[0]`."""
+    return re.sub(r"\.([0-9]{1,9})(?=\.|$)", r"[\1]", path)
 
 
 def without_indices(key: str) -> str:

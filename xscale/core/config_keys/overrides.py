@@ -12,6 +12,7 @@ from xscale.core.config_keys.override_path import (
     is_plain,
     parse_path,
     path_text,
+    with_brackets,
 )
 from xscale.core.config_keys.present_keys import (
     PresentKey,
@@ -47,7 +48,7 @@ def resolve(keys: ConfigKeys, data: dict[str, Any], text: str) -> list[Target]:
         first in key.words[-1].names for key in walk(keys, root_of(keys, data), "kind")
     ):
         ending = ("kind",) if segments[-1].name == "kind" else ()
-        targets = [(*key.path, *ending) for key in find_present(keys, data, text)]
+        targets = [(*key.path, *ending) for key in find_present(keys, data, with_brackets(text))]
     else:
         # A misspelt section: the schema says so.
         targets = [tuple(segment.name for segment in segments)]
@@ -67,6 +68,8 @@ def find_present(keys: ConfigKeys, data: dict[str, Any], text: str) -> list[Pres
                 break
         else:
             meanings.append([(key, between)])
+    if not meanings and (unset := _below_null(keys, data, text)):
+        return unset
     if not meanings:
         raise ConfigError(text, *_why_absent(keys, data, text))
     if len(meanings) > 1:
@@ -75,6 +78,20 @@ def find_present(keys: ConfigKeys, data: dict[str, Any], text: str) -> list[Pres
         fix = f"Give the one that you mean: {', '.join(paths[:LISTED])}{more}."
         raise ConfigError(text, "may mean several keys of this recipe", fix)
     return [key for key, _ in meanings[0]]
+
+
+def _below_null(keys: ConfigKeys, data: dict[str, Any], text: str) -> list[PresentKey]:
+    """Return the keys that the words name in a section that is null in this config, and becomes one by them."""
+    *above, last = parse_path(text)
+    if len(above) < 2:
+        return []
+    return [
+        PresentKey((*section.path, child.name), child, None, section.words, given=False)
+        for section, between in matching(keys, data, above)
+        if section.value is None and not between and keys.family(section.key) is None
+        for child in keys.children(section.key)
+        if last.name in (child.name, *child.old_names)
+    ]
 
 
 def matching(
@@ -217,7 +234,9 @@ def _entries(
         )
     choice = f"{name}[0]" if count == 1 else f"{name}[0] to {name}[{count - 1}]"
     if isinstance(step, str):
-        fix = f"Give {choice}, or all entries by {name}[*]: {name}[*].{_text(step, *after)}=VALUE."
+        fix = (
+            f"Give {choice}, or all entries by {name}[*]: '{name}[*].{_text(step, *after)}=VALUE'."
+        )
         raise ConfigError(text, f"{name} is a list, whose entries have keys and not the list", fix)
     if step is not None:
         if step >= count:

@@ -88,6 +88,7 @@ def _problem(
         what = "is a section with keys of its own, got "
         what += plain(repr(fault["input"]), VALUE_CHARACTERS)
         fix = f"Set one of them: {_listed(_keys(schema, fault['loc']))}."
+        fix = way_of(path) or way_of(str(fault["input"])) or fix
         return Problem(key_path, what, fix)
     if fault["type"] in BOUND_SIGNS:
         what = _bounds(schema, fault)
@@ -135,18 +136,30 @@ def _kinds_with(family: PartFamily, schema: Any, loc: tuple[Any, ...]) -> list[s
 
 def _other_spelling(fault: str, value: Any) -> str:
     """A sentence for a choice as other trainers write it, or a text that YAML 1.1 took for a number or a truth."""
+    if value is None:
+        return "Give a value, or leave the key out."
+    if fault == "int_from_float" or (fault == "int_type" and isinstance(value, float)):
+        return f"Write it in digits: {int(value)}." if value.is_integer() else ""
     if not isinstance(value, str):
         return ""
+    if fault.startswith(("int", "float")):
+        return _other_number(value)
     if fault == "literal_error" and value.lower() in OTHERS_VALUES:
         return f"Did you mean '{OTHERS_VALUES[value.lower()]}'?"
     if fault.startswith("bool") and value.lower() in ("yes", "no", "on", "off", "y", "n"):
         return "YAML 1.2 has true and false alone."
-    if (
-        fault.startswith(("int", "float"))
-        and "_" in value
-        and re.fullmatch(r"[-+]?[0-9][0-9_]{1,40}", value)
-    ):
-        return f"Write it without underscores: {value.replace('_', '')}."
+    return ""
+
+
+def _other_number(text: str) -> str:
+    """A sentence for a number with underscores, with a letter for thousands, or behind a second `=`."""
+    if text.startswith("="):
+        return f"Write one `=`, got {text.lstrip('=')!r} behind two."
+    if re.fullmatch(r"[-+]?[0-9][0-9_]{1,40}", text) and "_" in text:
+        return f"Write it without underscores: {text.replace('_', '')}."
+    if match := re.fullmatch(r"([0-9]{1,6})([kKmMbBgG])", text):
+        zeros = {"k": 3, "m": 6, "b": 9, "g": 9}[match[2].lower()]
+        return f"Write it in digits: {match[1]}{'0' * zeros}."
     return ""
 
 

@@ -52,6 +52,7 @@ TEXT_FILES = (
     "Write 'data.source={kind: text, paths: [FILES]}'; `xscale list source` has other kinds."
 )
 WAYS_OF_PATHS = {
+    "data": TEXT_FILES,
     **{
         f"{section}{word}": TEXT_FILES
         for section in ("", "data.", "data.source.")
@@ -109,6 +110,7 @@ OTHERS_WAYS = {
 """A key of other trainers that no single key stands for -> a sentence on what is done here."""
 
 OTHERS_VALUES = {
+    "gpu": "cuda",
     "bf16": "bfloat16",
     "fp16": "float16",
     "half": "float16",

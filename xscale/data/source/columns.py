@@ -16,7 +16,7 @@ ROWS = 1024
 BATCH_BYTES = 128 << 20
 """Most bytes of the rows in memory at once, where they are several: a dictionary stores a value of many rows once."""
 GROWTH, SMALL_BYTES = 1000, 64 << 20
-"""Most bytes that a byte of a column's compressed pages stands for, where they are many: no text is so alike."""
+"""Most bytes that a byte of a column's compressed pages stands for, where they are many: no text compresses so."""
 VALUE_BYTES = 8
 """Bytes of a value of a list in memory; the file may store many equal ones as their number."""
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xscale.core.config import NonNegativeFloat, PositiveFloat, PositiveInt
+from xscale.core.config import NonNegativeFloat, PositiveFloat, PositiveInt, Slot
 from xscale.core.registry import Family
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -24,9 +24,9 @@ class FfnTraits:
     """A token's output depends on that token alone."""
     sparse: bool
     """A token uses only some of the parameters."""
-    token_shift: bool = False
-    """A token's output depends on it and on the token before it in its document, in generation too, and on a sequence
-    that is sharded over ranks."""
+    reads_neighbours: bool = False
+    """A token's output depends on it and on a fixed number of tokens around it in its document, in generation too, and
+    on a sequence that is sharded over ranks."""
 
 
 class Ffn(Part):
@@ -67,6 +67,8 @@ def activation(name: Activation) -> Callable[[Tensor], Tensor]:
 
 
 FFNS = Family("ffn", FfnTraits, Ffn)
+FfnSlot = Annotated[Ffn.Config, Slot(FFNS)]
+"""A config key that holds any ffn."""
 
 
 @FFNS.register("dense", traits=FfnTraits(per_token=True, sparse=False))

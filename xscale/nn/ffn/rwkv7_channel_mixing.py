@@ -17,7 +17,7 @@ from xscale.nn.tokens import Tokens
 
 
 @FFNS.register(
-    "rwkv7_channel_mixing", traits=FfnTraits(per_token=False, sparse=False, token_shift=True)
+    "rwkv7_channel_mixing", traits=FfnTraits(per_token=False, sparse=False, reads_neighbours=True)
 )
 class Rwkv7ChannelMixing(Ffn):
     class Config(Ffn.Config):

@@ -1,7 +1,7 @@
 """Entries that tables of decoders have in common: sliding windows, rotary positions, weights of balance losses."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,17 +95,19 @@ def _types(data: Data) -> Sequence[str]:
 LAYER_TYPES = LayerKinds(_types, lambda kinds: {"layer_types": list(kinds)})
 
 
+def some_windows(further: Callable[[Sequence[str]], Data]) -> ByLayer:
+    """Return the cores of layers with and without a window, with further keys that follow from their kinds."""
+    kinds = LayerKinds(_types, lambda kinds: {"layer_types": list(kinds), **further(kinds)})
+    return ByLayer(kinds, {FULL: CORE, LOCAL: WindowKey(some=True)})
+
+
 def _first_window(kinds: Sequence[str]) -> Data:
     # Readers that do not know `layer_types` count the first layers, which have no window.
     first = kinds.index(LOCAL) if LOCAL in kinds else len(kinds)
-    return {
-        "layer_types": list(kinds),
-        "use_sliding_window": LOCAL in kinds,
-        "max_window_layers": first,
-    }
+    return {"use_sliding_window": LOCAL in kinds, "max_window_layers": first}
 
 
-SOME_WINDOWS = ByLayer(LayerKinds(_types, _first_window), {FULL: CORE, LOCAL: WindowKey(some=True)})
+SOME_WINDOWS = some_windows(_first_window)
 """The core of Qwen2, whose config.json also says from which layer on there are windows."""
 
 
@@ -155,6 +157,11 @@ class RopeKeys(KeyMapping):
         if not self.partial:
             require.one_of(f"{path}.fraction", value["fraction"], 1.0)
         rope = rope_to_hf(decode(RopePosition.Config, _without_kind(value)))
+        if method == "yarn" and math.isclose(
+            rope["attention_factor"], 0.1 * math.log(rope["factor"]) + 1.0
+        ):
+            # The library's default too.
+            del rope["attention_factor"]
         if self.partial:
             self._check_channels(value["fraction"], path, writing)
             rope["partial_rotary_factor"] = value["fraction"]

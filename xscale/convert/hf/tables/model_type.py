@@ -35,7 +35,7 @@ from xscale.convert.hf.tables.keys import (
     write_table,
 )
 from xscale.convert.hf.tables.stack import STACKS, StackTable, resolved
-from xscale.convert.hf.tables.tensors import Absent, Tensors, weight_mappings
+from xscale.convert.hf.tables.tensors import Absent, Tensors, weight_mappings, with_rows
 from xscale.convert.mapping import WeightMapping
 from xscale.core.config import decode
 
@@ -142,7 +142,7 @@ class ModelType:
         """Return the type of that name with changes: those of tables are merged into them.
 
         `block` and `stack` are changes of the blocks' table and of the stack's, of every stack. A value of None in
-        `fixed` or `tensors` takes a row away.
+        `fixed` takes a row away; a row of `tensors` those with one of its names.
         """
         table = merged(self.model, model or {})
         for part in STACKS:
@@ -155,7 +155,7 @@ class ModelType:
             loader=loader,
             model=table,
             fixed={key: values for key, values in rows.items() if values is not None},
-            tensors={**self.tensors, **(tensors or {})},
+            tensors=with_rows(self.tensors, tensors or {}),
             **changes,
         )
 
@@ -188,6 +188,10 @@ class ModelType:
     def to_hf(self, config: Any, sizes: ModelSizes, require: Requirements) -> Data:
         """Convert a model's config to config.json; what does not map becomes a problem."""
         exported = resolved(config, sizes)
+        if self.sentence_head is not None:
+            # Its keys are those of a class of transformers.
+            SentenceHeadLayout.require(config, require)
+            del exported["sentence_head"]
         writing = Writing(config, sizes, require)
         fixed = {key: values[0] for key, values in self.fixed.items() if values[0] is not None}
         writing.data.update(fixed)
@@ -199,7 +203,8 @@ class ModelType:
         length = {self.length_key: sizes.length} if self.length_key else {}
         data = {"vocab_size": sizes.vocabulary, **length, **writing.data}
         data |= self.writes(config, sizes)
-        section = read_table(self.model, Reading({self.length_key: sizes.length, **data}, require))
+        known = {self.length_key: sizes.length, "pad_token_id": sizes.pad}
+        section = read_table(self.model, Reading({**known, **data}, require))
         if not require.problems:
             read_again = resolved(decode(Section, {"model": section}).model, sizes)
             for path, value, other in _differences(exported, read_again, "model"):
@@ -226,6 +231,7 @@ class ModelType:
             notes=self.notes,
             attention_span=self.attention_span,
             features=frozenset(FEATURES),
+            config_keys=frozenset(names_in(self.model) | self.fixed.keys()),
             objective=self.objective,
             overrides=self.overrides,
             quantization=self.quantization,
@@ -256,6 +262,9 @@ def _equal(key: str, value: Any, other: Any) -> bool:
     if key == "bias_update_rate":
         # Whether there is a bias; its rate is one of training.
         return bool(value) == bool(other)
+    if key == "token_types" and value == 0:
+        # A table of zeros is none.
+        return True
     if key == "balance_over":
         # The load of the global batch is a tensor of the router.
         return (value == "global_batch") == (other == "global_batch")

@@ -62,9 +62,16 @@ class Absent:
     """Its shape in that block; None: the model has the counterpart, or no such part."""
 
 
-Rows = dict[str, str | Moved | None]
-Tensors = Mapping[str, str | Moved | None]
-"""Names of xscale -> those of the other library; None removes a row of the table that this one was made from."""
+Rows = dict[str, str | Moved]
+Tensors = Mapping[str, str | Moved]
+"""Names of xscale -> those of the other library."""
+
+
+def with_rows(tensors: Tensors, changes: Tensors) -> Rows:
+    """Return a table with the rows of another, which take the place of those with one of their names."""
+    changed = {name for names in changes for name in names.split()}
+    kept = {names: row for names, row in tensors.items() if changed.isdisjoint(names.split())}
+    return {**kept, **changes}
 
 
 def rows_concatenated(row: RowContext) -> Transform:
@@ -77,7 +84,7 @@ def blocks(xscale_prefix: str, hf_prefix: str, rows: Tensors) -> Rows:
     return {
         _prefixed(xscale_prefix, names): Moved(_prefixed(hf_prefix, row.names), row.transform)
         if isinstance(row, Moved)
-        else row and _prefixed(hf_prefix, row)
+        else _prefixed(hf_prefix, row)
         for names, row in rows.items()
     }
 
@@ -98,7 +105,7 @@ def weight_mappings(
     with torch.device("meta"):
         model: nn.Module = MODELS.build(config, sizes.vocabulary, sizes.length)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    by_first = {names.split()[0]: names.split() for names, row in tensors.items() if row}
+    by_first = {names.split()[0]: names.split() for names in tensors}
     following = {name for names in by_first.values() for name in names[1:]}
     mappings = []
     for name in shapes:
@@ -122,7 +129,6 @@ def weight_mappings(
         block = _block(config, name, number)
         context = RowContext([shapes[member] for member in names], block, config, sizes)
         row = tensors[" ".join(by_first[stem])]
-        assert row is not None
         mappings.append(_mapping(names, row, suffix, number, context))
     return [*mappings, *_absent_mappings(absent, config, sizes)]
 

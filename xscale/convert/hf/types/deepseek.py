@@ -14,8 +14,11 @@ import torch
 from xscale.convert.hf.architecture import Data
 from xscale.convert.hf.tables.decoders import (
     CORE,
+    FULL,
+    LOCAL,
     SOME_WINDOWS,
     RopeKeys,
+    WindowKey,
     heads_divide_width,
     heads_give_width,
 )
@@ -43,10 +46,11 @@ from xscale.convert.hf.types.llama import (
     MISTRAL,
     NORM,
     QK_NORMS,
-    TENSORS,
     layers,
+    missing_bias,
     mixture,
 )
+from xscale.convert.hf.types.olmo import NORMS_AFTER
 from xscale.convert.mapping import Tensors as TensorList
 from xscale.convert.mapping import Transform
 
@@ -179,14 +183,9 @@ def _keys_and_values(row: RowContext) -> Transform:
 
     def inverse(tensors: TensorList) -> TensorList:
         by_head = tensors[0].view(heads, (keys + values) // heads, -1)
-        return [part.flatten(0, 1) for part in by_head.split([keys // heads, values // heads], 1)]
+        return [part.flatten(0, 1) for part in torch.split(by_head, [keys // heads, values // heads], 1)]
 
     return Transform(forward, inverse)
-
-
-def _without_bias(row: RowContext) -> tuple[int] | None:
-    ffn = row.block.ffn
-    return (ffn.experts,) if ffn.kind == "moe" and not ffn.router.bias_update_rate else None
 
 
 V3_MIXTURE = mixture("mlp") | layers(
@@ -197,9 +196,8 @@ V3_MIXTURE = mixture("mlp") | layers(
         "ffn.part.shared.down": "mlp.shared_experts.down_proj",
     }
 )
-ZERO_BIAS = {"model.layers.{i}.mlp.gate.e_score_correction_bias": Absent(_without_bias)}
+ZERO_BIAS = {"model.layers.{i}.mlp.gate.e_score_correction_bias": Absent(missing_bias)}
 LATENT: Rows = {
-    **{name: None for name in TENSORS if name.endswith((".k", ".v"))},
     **layers(
         {
             "mixer.part.kv_down": Moved("self_attn.kv_a_proj_with_mqa", _latent_keys),
@@ -297,5 +295,62 @@ DOTS1 = MISTRAL.variant(
     absent=ZERO_BIAS,
     checks=(heads_give_width,),
     ignored_keys=frozenset({"max_window_layers"}),
+    notes=(SELECTION_BIAS,),
+)
+SOLAR_OPEN = GLM4_MOE.variant(
+    "solar_open",
+    "SolarOpenForCausalLM",
+    model={"position": RopeKeys()},
+    block={"mixer": {"qk_norm": None}, "ffn": v3_mixture()},
+    ignored_keys=frozenset(),
+)
+
+
+def _exaone_kinds(data: Data) -> Sequence[str]:
+    kinds: Sequence[str] = data["layer_types"]
+    return kinds if data.get("sliding_window") else ["all rotated"] * len(kinds)
+
+
+def _exaone_types(kinds: Sequence[str]) -> Data:
+    if set(kinds) == {"all rotated"}:
+        return {"layer_types": [FULL] * len(kinds), "sliding_window": None}
+    return {"layer_types": [FULL if kind == "all rotated" else kind for kind in kinds]}
+
+
+_EXAONE_MIXER = merged(MISTRAL.model["stack"].block["mixer"], {**HEAD_NORM, "core": CORE})
+_EXAONE_MIXERS = ByLayer(
+    LayerKinds(_exaone_kinds, _exaone_types),
+    {
+        "all rotated": merged(_EXAONE_MIXER, {"position": Initial(None)}),
+        FULL: merged(_EXAONE_MIXER, {"position": "none"}),
+        LOCAL: merged(_EXAONE_MIXER, {"position": Initial(None), "core": WindowKey(some=True)}),
+    },
+)
+"""Layers without a window have no positions, unless no layer has a window."""
+EXAONE4 = MISTRAL.variant(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    block={"mixer": _EXAONE_MIXERS, "residual": "res_post"},
+    tensors={**QK_NORMS, **NORMS_AFTER},
+    checks=(heads_give_width,),
+    ignored_keys=frozenset({"sliding_window_pattern"}),
+)
+EXAONE_MOE = MISTRAL.variant(
+    "exaone_moe",
+    "ExaoneMoeForCausalLM",
+    block={
+        "mixer": _EXAONE_MIXERS,
+        "ffn": first_dense(
+            v3_mixture("num_experts", "num_shared_experts"), LayerKinds.listed("mlp_layer_types")
+        ),
+    },
+    tensors={
+        **QK_NORMS,
+        **V3_MIXTURE,
+        **layers({"ffn.part.router.bias": "mlp.e_score_correction_bias"}),
+    },
+    absent={"model.layers.{i}.mlp.e_score_correction_bias": Absent(missing_bias)},
+    checks=(heads_give_width,),
+    ignored_keys=frozenset({"sliding_window_pattern", "first_k_dense_replace"}),
     notes=(SELECTION_BIAS,),
 )

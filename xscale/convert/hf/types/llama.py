@@ -1,4 +1,4 @@
-"""LLaMA (Touvron et al. 2023) and its variants: Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, Phi-3, OLMo 2 and OLMoE."""
+"""LLaMA (Touvron et al. 2023) and its variants: Mistral, Qwen2 and 3 with their mixtures, Mixtral, Phi-3 and others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ from xscale.convert.hf.architecture import Data
 from xscale.convert.hf.tables.decoders import (
     AUX_LOSS,
     CORE,
+    LOCAL,
     SOME_WINDOWS,
     AuxLossKey,
     RopeKeys,
@@ -15,11 +16,21 @@ from xscale.convert.hf.tables.decoders import (
     heads_divide_width,
     heads_give_width,
     longest_window,
+    some_windows,
+    windows_by_layer,
 )
 from xscale.convert.hf.tables.keys import ByLayer, Initial, LayerKinds, SameKey, Table, merged
 from xscale.convert.hf.tables.model_type import ModelType
 from xscale.convert.hf.tables.stack import StackTable
-from xscale.convert.hf.tables.tensors import Moved, Rows, Tensors, blocks, rows_concatenated
+from xscale.convert.hf.tables.tensors import (
+    Absent,
+    Moved,
+    RowContext,
+    Rows,
+    Tensors,
+    blocks,
+    rows_concatenated,
+)
 from xscale.convert.mapping import GATE_UP
 
 NORM = {"kind": "rms", "eps": SameKey("rms_norm_eps")}
@@ -87,14 +98,18 @@ TENSORS: Rows = {
         }
     ),
 }
+
+
+def missing_bias(row: RowContext) -> tuple[int] | None:
+    """Return the shape of a selection bias of a router that has none in xscale; None: it has one, or is none."""
+    ffn = row.block.ffn
+    return (ffn.experts,) if ffn.kind == "moe" and not ffn.router.bias_update_rate else None
+
+
 QK_NORMS = layers(
     {"mixer.part.q_norm": "self_attn.q_norm", "mixer.part.k_norm": "self_attn.k_norm"}
 )
-NORMS_AFTER = layers(
-    {"mixer.norm": "post_attention_layernorm", "ffn.norm": "post_feedforward_layernorm"}
-)
 HEAD_NORM = {"qk_norm": NORM, "qk_norm_over": "head"}
-WIDE_NORM = {"qk_norm": NORM, "qk_norm_over": "heads"}
 QWEN_BIAS = {"bias": True, "output_bias": False}
 
 MISTRAL = ModelType(
@@ -223,34 +238,59 @@ PHI3 = MISTRAL.variant(
     "Phi3ForCausalLM",
     model={"position": RopeKeys(partial=True, methods=()), "dropout": SameKey("embd_pdrop")},
     block={**BY_WIDTH, "dropout": SameKey("resid_pdrop")},
-    tensors={
-        **{name: None for name in TENSORS if name.endswith((".q", ".k", ".v", ".gate", ".up"))},
-        **layers(
-            {
-                "mixer.part.q mixer.part.k mixer.part.v": Moved(
-                    "self_attn.qkv_proj", rows_concatenated
-                ),
-                "ffn.part.gate ffn.part.up": Moved("mlp.gate_up_proj", GATE_UP),
-            }
-        ),
-    },
+    tensors=layers(
+        {
+            "mixer.part.q mixer.part.k mixer.part.v": Moved(
+                "self_attn.qkv_proj", rows_concatenated
+            ),
+            "ffn.part.gate ffn.part.up": Moved("mlp.gate_up_proj", GATE_UP),
+        }
+    ),
     writes=_pad,
     ignored_keys=frozenset({"original_max_position_embeddings"}),
 )
-OLMO2 = MISTRAL.variant(
-    "olmo2",
-    "Olmo2ForCausalLM",
-    block=merged(BY_WIDTH, {"mixer": {**BIAS, **WIDE_NORM, "core": CORE}, "residual": "res_post"}),
-    tensors={**QK_NORMS, **NORMS_AFTER},
+MINISTRAL = MISTRAL.variant(
+    "ministral",
+    "MinistralForCausalLM",
+    block={"mixer": {"core": windows_by_layer()}},
+    checks=(heads_give_width,),
 )
-OLMOE = MISTRAL.variant(
-    "olmoe",
-    "OlmoeForCausalLM",
-    block=merged(
-        BY_WIDTH,
-        {"mixer": {**BIAS, **WIDE_NORM, "core": CORE}, "ffn": experts(hidden="intermediate_size")},
-    ),
-    fixed={"clip_qkv": (None,)},
-    tensors={**QK_NORMS, **mixture("mlp")},
-    notes=(AUX_LOSS,),
+CWM = LLAMA.variant(
+    "cwm",
+    "CwmForCausalLM",
+    block={"mixer": {"bias": False, "core": windows_by_layer()}},
+    checks=(heads_give_width,),
+)
+SEED_OSS = LLAMA.variant(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    block={
+        "mixer": {"output_bias": SameKey("attention_out_bias")},
+        "dropout": SameKey("residual_dropout"),
+    },
+    checks=(heads_give_width,),
+)
+MINIMAX_M2 = MIXTRAL.variant(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    model={"position": RopeKeys(partial=True)},
+    block={
+        "mixer": {"core": CORE, "qk_norm": NORM, "qk_norm_over": "heads"},
+        "ffn": {"router": {"score": "sigmoid", "bias_update_rate": Initial(0.001)}},
+    },
+    tensors=QK_NORMS | layers({"ffn.part.router.bias": "block_sparse_moe.e_score_correction_bias"}),
+    absent={"model.layers.{i}.block_sparse_moe.e_score_correction_bias": Absent(missing_bias)},
+)
+
+SMOLLM3 = LLAMA.variant(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    block={
+        "mixer": {
+            "core": some_windows(lambda kinds: {"use_sliding_window": LOCAL in kinds}),
+            "position": ByLayer(LayerKinds.listed("no_rope_layers"), {1: Initial(None), 0: "none"}),
+        }
+    },
+    checks=(heads_give_width,),
+    ignored_keys=frozenset({"no_rope_layer_interval"}),
 )
