@@ -185,6 +185,7 @@ def test_a_memory_longer_than_the_text_is_refused(tmp_path: Path) -> None:
         run(long)
 
 
+@pytest.mark.long
 def test_a_plan_knows_the_memory_of_the_rows() -> None:
     """A longer memory takes more room, and the step of a rank can be simulated with it."""
     peaks = []
@@ -215,7 +216,7 @@ def spoiled(folder: Path, nonfinite: str) -> int:
         Stepper._forward_backward = forward  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("nonfinite", "empty"), [("skip", 20), ("rollback", 4)])
+@pytest.mark.parametrize(("nonfinite", "empty"), [("skip", 20), pytest.param("rollback", 4, marks=pytest.mark.long)])
 def test_no_memory_is_kept_of_a_segment_that_is_left_out(
     tmp_path: Path, pool: Pool, nonfinite: str, empty: int
 ) -> None:

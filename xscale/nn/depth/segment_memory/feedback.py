@@ -152,7 +152,8 @@ class PastTokens:
             self._memories, self._documents = cache[part.path]
             return
         memory, documents = self._before(x)
-        self._memories, self._documents = list(memory.split(1, 1)), list(documents.split(1, 1))
+        self._memories = [memory[:, slot : slot + 1] for slot in range(part.length)]
+        self._documents = [documents[:, slot : slot + 1] for slot in range(part.length)]
         if cache is not None:
             cache[part.path] = self._memories, self._documents
 
