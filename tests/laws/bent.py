@@ -187,6 +187,8 @@ BENT: dict[str, dict[str, str]] = {
         "support has no argument for it; only raised",
         "xscale/measure/op_tracer.py: torch.UntypedStorage.resize_": "torch tells nobody of storages that fully_shard "
         "resizes; put back when the meter is done",
+        "xscale/planning/simulate_step.py: gathered.CHUNK_SCORES": "attention computes as many scores at "
+        "once as on the device that is planned for, on which a simulated step is not; put back after it",
         "xscale/planning/simulate_step.py: rows.CACHE_BYTES": "kernels pass over rows in blocks of a cache, "
         "thousands of them in a plan that computes nothing; put back when the rehearsal is done",
     },

@@ -32,15 +32,13 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {"experts": _experts, "loss": _lo
 def _run(tracer: OpTracer, call: Callable[[Tensor], Tensor], rows: int = ROWS) -> tuple[int, int, int]:
     """Peak of forward and of backward above what was live before, and how many operators were dispatched."""
     x = torch.ones(rows, WIDTH, requires_grad=True)
-    before, peaks = tracer.total, []
-    count = len(tracer.workspaces)
+    before, count = tracer.total, len(tracer.workspaces)
     with tracer:
         tracer.mark("forward")
         out = call(x)
-        peaks.append(tracer.segment.peak.total - before)
         tracer.mark("backward")
         out.sum().backward()
-        peaks.append(tracer.segment.peak.total - before)
+    peaks = [tracer.segments[phase].peak.total - before for phase in ("forward", "backward")]
     return peaks[0], peaks[1], len(tracer.workspaces) - count
 
 

@@ -8,7 +8,7 @@ from tests.golden.shrink import RECIPES, VARIANTS, small
 from xscale.measure.flops import size
 from xscale.mesh import axes
 from xscale.mesh.axes import Degrees
-from xscale.planning import vocabulary_of
+from xscale.planning import Hardware, plan, vocabulary_of
 from xscale.planning.simulate_step import simulate_step
 from xscale.recipe import read
 from xscale.settings.settings import build_on_meta
@@ -75,3 +75,18 @@ def test_a_small_recipe_is_simulated(file: Path, tmp_path: Path) -> None:
     step = simulate_step(small(file, tmp_path), Degrees(), rank=0, micro_batches=1, vocabulary=300)
     assert step.costs["forward"].flops > 0
     assert step.costs["backward"].flops > 0
+
+
+@pytest.mark.long
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, id=f"{file.parent.name}-{file.stem}") for file in [*RECIPES, *VARIANTS]]
+)
+def test_a_recipe_is_planned_as_it_is(file: Path) -> None:
+    """At its full size, on the fewest ranks of its mesh."""
+    recipe, _ = read(file, [])
+    world = axes.min_world_size(recipe.parallel.mesh)
+    assert not recipe.check(world)
+    planned = plan(recipe, world, Hardware("h100"))
+    assert planned["unknown"] is None
+    assert planned["step_seconds"] > 0

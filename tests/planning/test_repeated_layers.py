@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.train.tiny import recipe
-from xscale.measure.op_tracer import Peak, Segment
+from xscale.measure.traced_costs import Peak, TraceSegment
 from xscale.mesh import axes
 from xscale.planning.repeated_layers import LinearFigures, Mark, RepeatedLayers, extrapolate
 from xscale.planning.simulate_step import SimulatedStep, simulate_layers, simulate_step
@@ -30,7 +30,7 @@ def sparse(pattern: dict[str, Any]) -> dict[str, Any]:
     return {**ATTENTION, "kv_heads": 4, "core": {"kind": "block_sparse", "block": 16, "pattern": pattern}}
 
 
-WINDOW = {"kind": "window", "window": 16, "causal": True}
+WINDOW = {"kind": "dilated", "window": 3, "dilation": 1}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
     # Ranks, the model, section `parallel`, and the layers that are simulated at most.
     "one-rank": (1, decoder(16), {}, 4),
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
     "pp-interleaved": (2, decoder(64), {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}}, 64),
     "post-norm": (1, decoder(16) | {"stack": {**stack(16), "block": {"residual": {"kind": "post"}}}}, {}, 4),
     "pattern": (1, decoder(16, mixer=sparse(WINDOW)), {}, 4),
-    "pattern-grows": (1, decoder(16, mixer=sparse({**WINDOW, "window_growth": 16})), {}, 16),
+    "pattern-grows": (1, decoder(16, mixer=sparse({**WINDOW, "window_growth": 2})), {}, 5),
     "shared": (1, decoder(16, share="all"), {}, 16),
     "two-pieces": (1, decoder(12, rules=[{"first": 6, "ffn": MIXTURE}]), {}, 12),
     "few": (1, decoder(8), {}, 8),
@@ -90,7 +90,7 @@ def test_the_figures_of_a_few_layers_are_those_of_all(name: str, tmp_path: Path)
 
 def figures(layers: int, flops: dict[int, float]) -> LinearFigures:
     marks = {
-        Mark(0, False, 0, at): Segment(Peak(at, "forward", {"activations": at}), flops.get(at, 1.0))
+        Mark(0, False, 0, at): TraceSegment([Peak(at, "forward", {"activations": at})], flops.get(at, 1.0))
         for at in range(layers)
     }
     return LinearFigures(marks, {0: RepeatedLayers(0, 1, layers, layers)}, {}, {}, [], layers, layers, 0)
@@ -110,5 +110,5 @@ def test_layers_that_do_not_do_the_same_work_are_not_extrapolated(
 
 def test_steps_with_other_marks_are_not_extrapolated() -> None:
     more = figures(4, {})
-    recomputed = {**more.segments, Mark(0, False, 1, 0): Segment(Peak())}
+    recomputed = {**more.segments, Mark(0, False, 1, 0): TraceSegment([Peak()])}
     assert extrapolate(figures(3, {}), replace(more, segments=recomputed), 2) is None

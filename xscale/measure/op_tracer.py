@@ -8,7 +8,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from xscale.measure.attention_flops import FORMULAS
+from xscale.measure.traced_costs import Message, Peak, PhaseCost, TraceSegment
 from xscale.mesh.rank_groups import group_of_collective
 from xscale.mesh.torch_private import (
     OPDEFS,
@@ -41,46 +41,6 @@ class NeedsValuesError(Exception):
     """An operator's implementation reads an integer that depends on data."""
 
 
-@dataclass(frozen=True)
-class Message:
-    """Message of a rank to a process group."""
-
-    operator: str
-    group: str
-    bytes: int
-    phase: str
-
-
-@dataclass
-class PhaseCost:
-    """Cost of one phase."""
-
-    flops: float = 0.0
-    moved: float = 0.0
-    """Bytes read and written by the operators."""
-    seconds: float = 0.0
-    """Seconds by the tracer's roofline; 0 without one."""
-
-
-@dataclass
-class Peak:
-    """Live memory at its peak."""
-
-    total: int = 0
-    phase: str = ""
-    kinds: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class Segment:
-    """What happens from one mark to the next."""
-
-    peak: Peak
-    flops: float = 0.0
-    moved: float = 0.0
-    """Bytes read and written by the operators."""
-
-
 class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the memory, FLOPs and messages of every operator by kind and phase."""
 
@@ -102,9 +62,10 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase, self.kind = "", "activations"
         self.live: dict[str, int] = defaultdict(int)
         self.total = 0
-        self.segment = Segment(Peak())
-        self.segments: dict[Hashable, Segment] = {None: self.segment}
+        self._segment = TraceSegment()
+        self._segments: dict[Hashable, TraceSegment] = {None: self._segment}
         """By the mark at which each begins; None: the start."""
+        self._rising = False
         self.messages: list[Message] = []
         self.costs: dict[str, PhaseCost] = defaultdict(PhaseCost)
         self.gradient_shapes: set[tuple[int, ...]] = set()
@@ -126,16 +87,32 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.phase, self.kind = before
 
     @property
+    def segments(self) -> dict[Hashable, TraceSegment]:
+        """Return the segments by the mark at which each begins; None: the start."""
+        self._note_peak()
+        return self._segments
+
+    @property
     def peak(self) -> Peak:
         """Live memory at its peak, of all segments."""
-        return max(
-            (segment.peak for segment in self.segments.values()), key=lambda peak: peak.total
-        )
+        return max((part.peak for part in self.segments.values()), key=lambda peak: peak.total)
 
     def mark(self, mark: Hashable) -> None:
         """Begin a segment."""
-        self.segment = Segment(Peak(self.total, self.phase, dict(self.live)))
-        self.segments[mark] = self.segment
+        self._note_peak()
+        self._segment = TraceSegment([Peak(self.total, self.phase, dict(self.live))])
+        self._segments[mark] = self._segment
+
+    def _note_peak(self) -> None:
+        """Note the live memory, which rose until now."""
+        if not self._rising or self._depth:
+            return
+        self._rising, peaks = False, self._segment.peaks
+        if len(self._segments) > 1 or not peaks or self.total > peaks[0].total:
+            peak = Peak(self.total, self.phase, dict(self.live))
+            if len(self._segments) == 1:
+                peaks.clear()
+            peaks.append(peak)
 
     @contextmanager
     def watching_resizes(self, kind: str) -> Iterator[None]:
@@ -188,17 +165,23 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self.workspaces:
             out = func(*args, **named)
             self._track_tensors(out)
-            self._add(self.kind, self.workspaces[key])
-            self._add(self.kind, -self.workspaces[key])
+            self._add_temporaries(self.workspaces[key])
             return out
-        before, outer = self.total, self._most
+        before, outer, rising = self.total, self._most, self._rising
         self._most = self.total
         out = self._run_implementation(func, args, named)
         self._track_tensors(out)
         outputs = self.total - before
         self.workspaces[key] = self._most - before - outputs
         self._most = max(outer, self._most)
+        self._rising = rising or outputs > 0
+        self._add_temporaries(self.workspaces[key])
         return out
+
+    def _add_temporaries(self, size: int) -> None:
+        """Count temporaries that are there beside the outputs of an operator, and no longer."""
+        self._add(self.kind, size)
+        self._add(self.kind, -size)
 
     def _run_implementation(self, func: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
         """Run the implementation; if it reads data or raw memory, run its fake, which allocates only the outputs."""
@@ -255,11 +238,12 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(kind, -size)
 
     def _add(self, kind: str, change: int) -> None:
+        if change < 0:
+            self._note_peak()
         self.live[kind] += change
         self.total += change
+        self._rising = self._rising or change > 0
         self._most = max(self._most, self.total)
-        if self.total > self.segment.peak.total:
-            self.segment.peak = Peak(self.total, self.phase, dict(self.live))
 
     def name(self, tensor: Tensor, kind: str) -> None:
         """Change the kind of a tensor's storage."""
@@ -308,8 +292,8 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cost = self.costs[self.phase]
         cost.flops += flops
         cost.moved += moved
-        self.segment.flops += flops
-        self.segment.moved += moved
+        self._segment.flops += flops
+        self._segment.moved += moved
         if self.seconds is not None:
             cost.seconds += self.seconds(flops, moved)
 

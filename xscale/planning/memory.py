@@ -99,13 +99,14 @@ def memory_of_stages(
     pp, teacher = degrees.pp, teacher_bytes(settings, degrees.world, vocabulary)
     ranks: list[RankMemory] = []
     workspaces: dict[Hashable, int] = {}
+    on_gpu = device is not None and device.name != "cpu"
     for at in sorted({0, min(1, pp - 1), pp // 2, pp - 1}):
         micro_batches, activation_factor = _simulated_micro_batches(settings, pp, at, micros)
         rank = degrees.groups_along("pp")[0][at]
         ranks.append(
             RankMemory(
                 simulate_step(
-                    settings, degrees, rank, micro_batches, vocabulary, seconds, workspaces
+                    settings, degrees, rank, micro_batches, vocabulary, seconds, workspaces, on_gpu
                 ),
                 activation_factor,
                 device,

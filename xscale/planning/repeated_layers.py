@@ -14,7 +14,8 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from xscale.measure.op_tracer import Message, OpTracer, Peak, PhaseCost, Segment
+from xscale.measure.op_tracer import OpTracer
+from xscale.measure.traced_costs import Message, Peak, PhaseCost, TraceSegment
 from xscale.mesh.axes import Degrees
 from xscale.mesh.torch_private import tree_leaves
 from xscale.nn.blocks.block import Block
@@ -43,7 +44,23 @@ class Mark:
     count: int
     """How often this layer was here before: micro-batches, and recomputation."""
     position: int
-    """Of the layer among those of its stack that are simulated."""
+    """Index of the layer among those of its stack that are simulated."""
+
+
+@dataclass(frozen=True)
+class LayerVisit:
+    """A mark by the distance of its layer from the first one, or from the last one."""
+
+    stack: int
+    backward: bool
+    count: int
+    from_last: bool
+    distance: int
+
+    @classmethod
+    def of(cls, mark: Mark, from_last: bool, distance: int) -> "LayerVisit":
+        """Return the visit of a mark."""
+        return cls(mark.stack, mark.backward, mark.count, from_last, distance)
 
 
 @dataclass(frozen=True)
@@ -59,9 +76,23 @@ class RepeatedLayers:
     """Layers at each end that have neighbours of another kind: what is done for a later layer is not done there."""
 
     @property
+    def begin(self) -> int:
+        """Number of layers at the beginning that may do more than later ones.
+
+        The first of a kind makes what others share, such as a mask.
+        """
+        return self.first + max(self.margin, self.period)
+
+    @property
+    def end(self) -> int:
+        """Position from which on layers may do more or less than earlier ones."""
+        return self.layers - self.margin
+
+    @property
     def fewest(self) -> int:
-        """Periods of the smaller one of the two steps: a layer of it is within both margins."""
-        return max(2, -(-(2 * self.margin + 1) // self.period))
+        """Periods of the smaller one of the two steps: a layer of it is behind `begin` and before `end`."""
+        layers = max(self.margin, self.period) + self.margin + 1
+        return max(2, -(-layers // self.period))
 
     def without(self, periods: int) -> "RepeatedLayers":
         """Return the layers without that many periods."""
@@ -185,7 +216,7 @@ def _find_period(forms: Sequence[Any], margin: int) -> RepeatedLayers | None:
 class LinearFigures:
     """The figures of a step, each of which is linear in the number of repeated layers."""
 
-    segments: Mapping[Hashable, Segment]
+    segments: Mapping[Hashable, TraceSegment]
     repeated: Mapping[int, RepeatedLayers]
     state_bytes: Mapping[str, int]
     costs: Mapping[str, PhaseCost]
@@ -203,7 +234,15 @@ def extrapolate(fewer: LinearFigures, more: LinearFigures, periods: int) -> dict
     segments, further = _anchored(fewer, fewer), _anchored(more, fewer)
     if segments.keys() != further.keys() or not _are_equal(more):
         return None
-    peaks = [_linear_peak(segments[key].peak, further[key].peak, periods) for key in segments]
+    peaks: list[Peak] = []
+    for key, segment in segments.items():
+        moments, later = segment.peaks, further[key].peaks
+        if len(moments) != len(later):
+            if isinstance(key, LayerVisit):
+                return None
+            # Such as the optimizer's, which may take the parameters in turn.
+            moments, later = [segment.peak], [further[key].peak]
+        peaks += [_linear_peak(*pair, periods) for pair in zip(moments, later, strict=True)]
     return {
         "peak": max(peaks, key=lambda peak: peak.total),
         "state_bytes": _linear_counts(fewer.state_bytes, more.state_bytes, periods),
@@ -253,20 +292,19 @@ def _linear_peak(fewer: Peak, more: Peak, periods: int) -> Peak:
     return Peak(sum(kinds.values()), more.phase, kinds)
 
 
-def _anchored(figures: LinearFigures, fewer: LinearFigures) -> dict[Hashable, Segment]:
+def _anchored(figures: LinearFigures, fewer: LinearFigures) -> dict[Hashable, TraceSegment]:
     """Return the segments by their distance from the first layer, and from the last one, as far as `fewer` has both."""
-    segments: dict[Hashable, Segment] = {}
+    segments: dict[Hashable, TraceSegment] = {}
     for mark, segment in figures.segments.items():
         if not isinstance(mark, Mark) or mark.stack not in fewer.repeated:
             segments[mark] = segment
             continue
         layers = fewer.repeated[mark.stack]
-        visit = (mark.stack, mark.backward, mark.count)
         from_end = figures.repeated[mark.stack].layers - 1 - mark.position
-        if mark.position < layers.layers - layers.margin:
-            segments[*visit, "first", mark.position] = segment
-        if from_end < layers.layers - max(layers.first, layers.margin):
-            segments[*visit, "last", from_end] = segment
+        if mark.position < layers.end:
+            segments[LayerVisit.of(mark, False, mark.position)] = segment
+        if from_end < layers.layers - layers.begin:
+            segments[LayerVisit.of(mark, True, from_end)] = segment
     return segments
 
 
@@ -278,14 +316,13 @@ def _are_equal(figures: LinearFigures) -> bool:
     )
 
 
-def _neighbours(figures: LinearFigures) -> Iterator[tuple[Segment, Segment]]:
+def _neighbours(figures: LinearFigures) -> Iterator[tuple[TraceSegment, TraceSegment]]:
     """Yield the segments of each two layers that are a period apart and not in the margins."""
     for mark, segment in figures.segments.items():
         if not isinstance(mark, Mark) or mark.stack not in figures.repeated:
             continue
         layers = figures.repeated[mark.stack]
         later = Mark(mark.stack, mark.backward, mark.count, mark.position + layers.period)
-        begin, end = max(layers.margin, layers.first), layers.layers - layers.margin
-        inner = begin <= mark.position and later.position < end
+        inner = layers.begin <= mark.position and later.position < layers.end
         if inner and later in figures.segments:
             yield segment, figures.segments[later]

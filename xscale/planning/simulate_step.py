@@ -6,6 +6,7 @@ tensors hold no data, the load over experts is balanced, and no token is dropped
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from xscale.data.samples.loader import FullSamples, Loader
-from xscale.measure.op_tracer import Message, OpTracer, Peak, PhaseCost, Segment
+from xscale.measure.op_tracer import OpTracer
+from xscale.measure.traced_costs import Message, Peak, PhaseCost, TraceSegment
 from xscale.mesh.axes import Degrees
 from xscale.mesh.environment import RankInfo
 from xscale.mesh.mesh import fake_mesh
@@ -27,6 +29,7 @@ from xscale.mesh.torch_private import (
     _disable_current_modes,
 )
 from xscale.nn.attention.block_sparse import BlockSparse
+from xscale.nn.attention.ops import gathered
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.module import carried_tensors, substitute
@@ -90,8 +93,8 @@ class SimulatedStep:
     """Mean active parameters per token on this rank: experts count by the fraction that a token uses."""
     host_bytes: int = 0
     """Peak bytes of activations in CPU memory (`parallel.recompute.offload`)."""
-    segments: Mapping[Hashable, Segment] = field(default_factory=dict)
-    """What happens between the marks of the layers; empty where they are not marked."""
+    segments: Mapping[Hashable, TraceSegment] = field(default_factory=dict)
+    """Memory and work between the marks of the layers; empty where they are not marked."""
     repeated: Mapping[int, RepeatedLayers] = field(default_factory=dict)
     """The repeated layers that were simulated, by the number of their stack."""
     left_out: int = 0
@@ -156,13 +159,15 @@ def simulate_step(
     vocabulary: int,
     seconds: Callable[[float, float], float] | None = None,
     workspaces: dict[Hashable, int] | None = None,
+    on_gpu: bool = False,
 ) -> SimulatedStep:
     """Simulate a step of `rank`, of layers that are equal only a few, from which the others follow.
 
     `seconds`: roofline, (FLOPs, bytes) -> seconds of an operator. `workspaces`: as those of `OpTracer`.
+    `on_gpu`: whether scores are computed in chunks as large as on a GPU.
     """
     known = {} if workspaces is None else workspaces
-    arguments = (settings, degrees, rank, micro_batches, vocabulary, seconds, known)
+    arguments = (settings, degrees, rank, micro_batches, vocabulary, seconds, known, on_gpu)
     fewer = simulate_layers(*arguments, leave_out=None)
     if not fewer.left_out:
         return fewer
@@ -181,6 +186,7 @@ def simulate_layers(
     vocabulary: int,
     seconds: Callable[[float, float], float] | None = None,
     workspaces: dict[Hashable, int] | None = None,
+    on_gpu: bool = False,
     *,
     leave_out: int | None,
 ) -> SimulatedStep:
@@ -217,6 +223,7 @@ def simulate_layers(
             tracer,
             tracer.watching_resizes("gathered_parameters"),
             _few_row_blocks(settings),
+            _chunks_of_scores(on_gpu),
         ):
             with tracer.labelled(kind="optimizer"):
                 engine = make_engine(settings, model, sharded_tensors, mesh)
@@ -225,7 +232,10 @@ def simulate_layers(
             batches = _with_segment_states(model, batches, plan.compute)
             repeats = degrees.tp * degrees.pp
             stepper = Stepper(engine, objective, torch.device("cpu"), repeats=repeats)
-            stepper.timer.phase = lambda name: tracer.labelled(phase=name)  # type: ignore[method-assign]
+            phase = (
+                _marked_phases(tracer) if leave_out else lambda name: tracer.labelled(phase=name)
+            )
+            stepper.timer.phase = phase  # type: ignore[method-assign, assignment]
             _take_step(stepper, batches)
         shares = _shares(model)
         sizes = [(x.local.numel(), shares.get(x.name, 1.0)) for x in sharded_tensors]
@@ -244,6 +254,18 @@ def simulate_layers(
             repeated={number: layers.without(leave_out) for number, layers in repeated.items()},
             left_out=leave_out,
         )
+
+
+def _marked_phases(tracer: OpTracer) -> Callable[[str], Any]:
+    """Return the timer's `phase`, by which each phase of the step is labelled and begins a segment."""
+    counts: Counter[str] = Counter()
+
+    def phase(name: str) -> Any:
+        tracer.mark((name, counts[name]))
+        counts[name] += 1
+        return tracer.labelled(phase=name)
+
+    return phase
 
 
 def _leave_out_layers(
@@ -299,6 +321,17 @@ def _few_row_blocks(settings: Settings) -> Iterator[None]:
         yield
     finally:
         rows.CACHE_BYTES = before
+
+
+@contextmanager
+def _chunks_of_scores(on_gpu: bool) -> Iterator[None]:
+    """Let gathered attention compute as many scores at once as on the device that is planned for."""
+    before = gathered.CHUNK_SCORES
+    gathered.CHUNK_SCORES = gathered.CHUNK_SCORES_CUDA if on_gpu else before
+    try:
+        yield
+    finally:
+        gathered.CHUNK_SCORES = before
 
 
 def _specials(vocabulary: int) -> SpecialTokens:

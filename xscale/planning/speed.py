@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from xscale.measure.device import Device
-from xscale.measure.op_tracer import Message
+from xscale.measure.traced_costs import Message
 from xscale.mesh.rank_groups import RankGroup
 from xscale.planning.simulate_step import SimulatedStep
 

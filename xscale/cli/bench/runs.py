@@ -123,7 +123,7 @@ def bench_plan(
     from dataclasses import asdict
     from json import dumps
 
-    from xscale.bench.plans import all_recipes, cost_of_plan, format_costs
+    from xscale.planning.plan_costs import all_recipes, cost_of_plan, format_costs
 
     files = [readable(recipe) for recipe in recipes] if recipes else all_recipes()
     costs = []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from xscale.bench.plans import PlanCost, all_recipes, cost_of_plan, format_costs
+from xscale.planning.plan_costs import PlanCost, all_recipes, cost_of_plan, format_costs
 
 SMALL = """
 model: {kind: decoder, width: 32, stack: {depth: 1, block: {mixer: {kind: attention, heads: 2}}}}

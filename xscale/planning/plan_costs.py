@@ -1,6 +1,5 @@
-"""What `xscale plan` takes for each recipe: `xscale bench plan`."""
+"""Processor time and memory that the plan of each recipe takes: `xscale bench plan`."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from xscale.core.compose import configs_folder
 from xscale.core.errors import EXIT_DONE, EXIT_TOO_LARGE
+from xscale.core.files.file_safety import decode_json
 
 FOLDERS = ("run", "xformer")
 """Folders of the recipes that are planned where none is named."""
@@ -65,7 +65,7 @@ def cost_of_plan(recipe: Path, device: str, limit_seconds: float) -> PlanCost:
     if process.returncode < 0:
         outcome = f"ended by signal {-process.returncode} (the limit is {limit_seconds:g} s)"
     if process.returncode in (EXIT_DONE, EXIT_TOO_LARGE):
-        plan = json.loads(answer)
+        plan = decode_json(answer)
         outcome = OUTCOMES[plan["fits"]]
         planned = plan.get("memory_bytes", {}).get("total")
     seconds = usage.ru_utime + usage.ru_stime
