@@ -16,7 +16,8 @@ from xscale.convert.hf.architecture import (
     ModelSizes,
     Requirements,
 )
-from xscale.convert.hf.types.bert import BERT, DISTILBERT, ROBERTA
+from xscale.convert.hf.types.bert import BERT, ROBERTA
+from xscale.convert.hf.types.bert_variants import DISTILBERT
 from xscale.convert.mapping import WeightMapping, weight, with_biases
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem

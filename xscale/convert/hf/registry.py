@@ -17,7 +17,17 @@ from xscale.convert.hf.longformer import LONGFORMER
 from xscale.convert.hf.mxfp4 import quantization_method
 from xscale.convert.hf.t5 import SWITCH, T5
 from xscale.convert.hf.tables.model_type import GENERAL_KEYS
-from xscale.convert.hf.types import bert, deepseek, gemma, glm, gpt_oss, layer_norm, llama, olmo
+from xscale.convert.hf.types import (
+    bert,
+    bert_variants,
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    layer_norm,
+    llama,
+    olmo,
+)
 from xscale.convert.hf.xlnet import XLNET
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
@@ -68,11 +78,11 @@ ARCHITECTURES = (
     bert.XLM_ROBERTA.architecture(),
     bert.CAMEMBERT.architecture(),
     bert.ROBERTA_PRELAYERNORM.architecture(),
-    bert.BIG_BIRD.architecture(),
-    bert.ALBERT.architecture(),
-    bert.DISTILBERT.architecture(),
-    bert.ELECTRA.architecture(),
-    bert.MPNET.architecture(),
+    bert_variants.BIG_BIRD.architecture(),
+    bert_variants.ALBERT.architecture(),
+    bert_variants.DISTILBERT.architecture(),
+    bert_variants.ELECTRA.architecture(),
+    bert_variants.MPNET.architecture(),
     LONGFORMER,
     DEBERTA_V2,
     XLNET,

@@ -183,7 +183,9 @@ def _keys_and_values(row: RowContext) -> Transform:
 
     def inverse(tensors: TensorList) -> TensorList:
         by_head = tensors[0].view(heads, (keys + values) // heads, -1)
-        return [part.flatten(0, 1) for part in torch.split(by_head, [keys // heads, values // heads], 1)]
+        return [
+            part.flatten(0, 1) for part in torch.split(by_head, [keys // heads, values // heads], 1)
+        ]
 
     return Transform(forward, inverse)
 
