@@ -11,13 +11,12 @@ from xscale.convert.hf.architecture import (
     Section,
     require_features,
 )
-from xscale.convert.hf.bart import BART
-from xscale.convert.hf.deberta import DEBERTA_V2
 from xscale.convert.hf.longformer import LONGFORMER
 from xscale.convert.hf.mxfp4 import quantization_method
 from xscale.convert.hf.t5 import SWITCH, T5
 from xscale.convert.hf.tables.model_type import GENERAL_KEYS
 from xscale.convert.hf.types import (
+    bart,
     bert,
     bert_variants,
     deepseek,
@@ -27,8 +26,8 @@ from xscale.convert.hf.types import (
     layer_norm,
     llama,
     olmo,
+    relative,
 )
-from xscale.convert.hf.xlnet import XLNET
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.foreign import foreign_errors
@@ -84,11 +83,11 @@ ARCHITECTURES = (
     bert_variants.ELECTRA.architecture(),
     bert_variants.MPNET.architecture(),
     LONGFORMER,
-    DEBERTA_V2,
-    XLNET,
+    relative.DEBERTA_V2.architecture(),
+    relative.XLNET.architecture(),
     T5,
     SWITCH,
-    BART,
+    bart.BART.architecture(),
 )
 """In the order in which they are tried."""
 KEYS_LISTED = 8
