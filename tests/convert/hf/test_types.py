@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.convert.hf import types_page
 from tests.convert.hf.test_decoders import SETTINGS, greedy
 from xscale.convert.hf.compare import TOLERANCE, build
 from xscale.convert.hf.import_model import ImportedModel, import_model
@@ -120,6 +121,7 @@ TYPES: dict[str, dict[str, Any]] = {
     },
     "xlm-roberta": {**ENCODER, "type_vocab_size": 1},
     "camembert": {**ENCODER, "hidden_act": "relu", "tie_word_embeddings": False},
+    "camembert with a late padding id": {**ENCODER, "pad_token_id": 5},
     "roberta-prelayernorm": {**ENCODER, "type_vocab_size": 2},
     "electra": {**ENCODER, "embedding_size": 14},
     "electra of one width": {**ENCODER, "embedding_size": 30, "hidden_act": "gelu_new"},
@@ -252,3 +254,8 @@ def test_keys_that_are_not_honoured(name: str) -> None:
     assert section["kind"]
     with pytest.raises(ConfigError, match="chunk_size_feed_forward"):
         model_from_hf_config(data | {"chunk_size_feed_forward": 4})
+
+
+def test_the_list_on_the_page_is_that_of_the_registry() -> None:
+    page = types_page.PAGE.read_text(encoding="utf-8")
+    assert types_page.on_page(page) == types_page.drawn(), "run: python -m tests.convert.hf.types_page --write"
