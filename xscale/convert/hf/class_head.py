@@ -266,5 +266,7 @@ def _with_language_head(model: Any, architecture: Architecture) -> Any:
     """Return the config with the architecture's language-model head: a run on labels has none, so that its keys do not
     matter."""
     ffn = model.stack.block_config(0).ffn
-    transform = "gelu" if architecture is ROBERTA else getattr(ffn, "activation", model.transform)
+    transform = (
+        "gelu" if architecture.name == ROBERTA.name else getattr(ffn, "activation", model.transform)
+    )
     return model.model_copy(update={"head_bias": True, "transform": transform, "tied": True})
