@@ -21,7 +21,6 @@ from xscale_launch.nodes.node_check import check_node
 from xscale_launch.nodes.worker_environment import HOST
 from xscale_launch.paths import path_argument
 from xscale_launch.status import LaunchError
-from xscale_launch.verb_parser import VerbParser
 
 FAULTY = 1
 LINKS = (command.PYTHON, "-m", "xscale", "bench", "links")
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 def argument_parser() -> argparse.ArgumentParser:
     """Return the parser of `xscale doctor`."""
-    parser = VerbParser(prog="xscale doctor", description=__doc__, allow_abbrev=False)
+    parser = command.VerbParser(prog="xscale doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--folder",
         type=path_argument,

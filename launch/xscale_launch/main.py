@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from xscale_launch import local, status
-from xscale_launch.command import is_config, say, write
+from xscale_launch.command import VerbParser, is_config, say, verb_meant, write
 from xscale_launch.mpi import mpi
 from xscale_launch.slurm import submit, watch
 from xscale_launch.status import LaunchError
-from xscale_launch.verb_parser import VerbParser, verb_meant
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status after Ctrl-C when nothing was started."""

@@ -76,10 +76,22 @@ def type_command(words: list[str], folder: Path) -> subprocess.CompletedProcess[
     )
 
 
+NOISE = re.compile(
+    r"^[WIE]\d{4} |^\[[WIE]\d{4} |^\[Gloo\]|^\[\d{4}-\d\d-\d\d [\d:,]+\] \[\w+\]|^WARNING:|Failed to load|"
+    r"(?:User|Future|Deprecation|Runtime|Resource|Syntax)Warning|site-packages|\d%\|"
+)
+"""Lines that a library prints: of its logger, a warning, a bar of progress."""
+
+
+def noise_in(text: str) -> list[str]:
+    return [line for line in text.splitlines() if NOISE.search(line)]
+
+
 def assert_result_or_sentence(done: subprocess.CompletedProcess[str]) -> None:
     both = done.stdout + done.stderr
     assert done.returncode in (0, 1, 2, 3), both
     assert both.strip(), "nothing is said"
+    assert noise_in(done.stderr) == []
     # The whole line, since a document that is shown may have the word.
     assert "Traceback (most recent call last):" not in both, both
     assert not re.search(r"<\S+ object at 0x[0-9a-f]+>", both), both

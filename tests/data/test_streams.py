@@ -47,3 +47,15 @@ def test_streams_shorter_than_a_segment_are_refused(tmp_path: Path) -> None:
     what = r"data\.order: the train split has 3 segments of 5 tokens, .* each of the 4 rows"
     with pytest.raises(ConfigError, match=what):
         streams(tmp_path, 3, 4)
+
+
+def test_random_choices_of_a_segment_repeat_with_a_dupe_factor(tmp_path: Path) -> None:
+    data = streams(tmp_path, 6, 4)
+    assert [data.draw_number(index) for index in range(30)] == list(range(30))
+    data.packed.dupe_factor = 2
+    positions = data.positions(np.arange(6 * 4 * 4))
+    drawn = [data.draw_number(index) for index in range(6 * 4 * 4)]
+    versions = {
+        place: {number for at, number in zip(positions, drawn, strict=True) if at == place} for place in range(6)
+    }
+    assert versions == {place: {place, place + 6} for place in range(6)}

@@ -13,6 +13,7 @@ FOREIGN = "a library opens files of a model that the user names, of which this p
 RESULTS = "results and inputs of a benchmark, in a folder that the user names"
 OF_PACKAGE = "a file of this package, or of the user's that is no run's"
 OF_FILES = "of the tokenizer that a run has opened, whose tokens no change of a recipe that could be tried gives it"
+ROUTES = "a file of routes that the user names, which may be shared by a link and is only mapped"
 CORPUS = "a corpus that the user names, its prepared data, or the example of a source in a temporary folder"
 BENT: dict[str, dict[str, str]] = {
     # law -> {path, `path: what` or `path:function`: the reason}
@@ -135,6 +136,7 @@ BENT: dict[str, dict[str, str]] = {
         "plugins/xscale_tinybert/resumable_file.py: .open": CORPUS,
         "xscale/data/corpus/corpus_state.py: open": CORPUS,
         "xscale/data/indexed.py: numpy.memmap": CORPUS,
+        "xscale/data/routes/read.py: .open": ROUTES,
         "xscale/data/source/files.py: open": CORPUS,
         "xscale/data/source/files.py: gzip.open": CORPUS,
         "xscale/data/source/jsonl.py: .write_text": CORPUS,

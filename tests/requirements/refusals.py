@@ -60,6 +60,7 @@ REFUSALS: dict[str, tuple[str, Sections, int]] = {
         {"model": decoder({"exits": {"norm": True}}, norm={"kind": "batch"})},
         1,
     ),
+    "versions of texts without choices": ("texts_with_versions_have_choices", {"data": {"dupe_factor": 10}}, 1),
     "an objective for an encoder": ("objective_goes_with_model", {"objective": {"kind": "masked"}}, 1),
     "an objective with a source": ("objective_goes_with_model", {"objective": {"kind": "span"}}, 1),
     "a causal model without a source": ("objective_goes_with_model", {"model": PAIR}, 1),

@@ -37,6 +37,19 @@ STREAMS: dict[str, tuple[str, Sections, int]] = {
         {"model": decoder({"segment_summary": {}}), "data": STREAMED, "parallel": {"mesh": {"pp": 2}}},
         2,
     ),
+    **{
+        f"feedback with {name}": (
+            "needs_of_modules_are_met",
+            {"model": decoder({"feedback": {"length": 8}}), "data": STREAMED, "parallel": parallel},
+            ranks,
+        )
+        for name, (parallel, ranks) in {
+            "stages": ({"mesh": {"pp": 2}}, 2),
+            "shards of a sequence": ({"mesh": {"cp": 2}}, 2),
+            "recomputed blocks": ({"recompute": {"every": 1}}, 1),
+            "compiled blocks": ({"compile": True}, 1),
+        }.items()
+    },
     "memory of text that is moved": (
         "memory_reads_text_as_it_is",
         {**REMEMBERING, "objective": {"kind": "fill_in_middle"}},

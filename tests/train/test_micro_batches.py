@@ -49,7 +49,7 @@ class SamplesOfATest:
     def samples(self, first: int, count: int) -> Samples:
         index = torch.arange(first, first + count)
         tokens = 5 + (index[:, None] + torch.arange(LENGTH + 1)) % (VOCABULARY - 5)
-        return Samples(tokens, torch.zeros_like(tokens), index)
+        return Samples(tokens, torch.zeros_like(tokens), index, index)
 
 
 def training(made: MicroBatches) -> Iterator[Batch]:

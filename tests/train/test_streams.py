@@ -39,11 +39,12 @@ SUMMARY: dict[str, Any] = {
     **MODEL,
     "stack": {**MODEL["stack"], "segment_memory": None, "segment_summary": {"layer": 1}},
 }
-MODELS = {"memory": MODEL, "summary": {**SUMMARY, "position": "learned"}}
+FEEDBACK: dict[str, Any] = {**MODEL, "stack": {**MODEL["stack"], "segment_memory": None, "feedback": {"length": 6}}}
+MODELS = {"memory": MODEL, "summary": {**SUMMARY, "position": "learned"}, "feedback": FEEDBACK}
 TRAIN = {"steps": STEPS, "batch_size": 8, "micro_batch_size": 2, "eval_every": STEPS, "eval_sequences": 21}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
-    "recompute": (1, {"recompute": {"granularity": "full"}}),
+    "recompute": (1, {"recompute": {"every": 1}}),
     "dp": (2, {"mesh": {"dp_replicate": 2}, "zero": {"stage": 0}}),
     "zero3": (2, {"mesh": {"dp_shard": 2}, "zero": {"stage": 3}}),
     "tp": (2, {"mesh": {"tp": 2}}),
@@ -124,10 +125,16 @@ def test_layouts_agree(runs: Runs, layout: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["dp", "zero3", "tp", "recompute"])
-def test_layouts_of_a_summary_agree(runs: Runs, layout: str) -> None:
-    require_same_run(runs, runs.whole(layout, "summary"))
-    require_same_run(runs, runs.resumed("alone", layout, "summary"))
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *(("summary", layout) for layout in ("dp", "zero3", "tp", "recompute")),
+        *(("feedback", layout) for layout in ("dp", "zero3", "tp")),
+    ],
+)
+def test_layouts_of_other_memories_agree(runs: Runs, model: str, layout: str) -> None:
+    require_same_run(runs, runs.whole(layout, model))
+    require_same_run(runs, runs.resumed("alone", layout, model))
 
 
 def test_a_run_resumes_in_the_middle_of_its_streams_bitwise(runs: Runs) -> None:

@@ -1,6 +1,6 @@
 """The `checkpoint:` section of a config: when checkpoints are saved and how many are kept."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from xscale.core.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
 from xscale.core.paths import PathText
@@ -9,7 +9,7 @@ from xscale.core.paths import PathText
 class CheckpointConfig(Config):
     """When checkpoints are written and how many are kept."""
 
-    renamed: ClassVar[dict[str, str]] = {"busy": "when_busy"}
+    renamed = {"busy": "when_busy"}
 
     every_steps: NonNegativeInt = 200
     """Steps between checkpoints; one more is saved at the end and on a signal. 0: only those."""

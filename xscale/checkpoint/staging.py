@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from xscale.checkpoint.planner import Box, copy_box, view_of_item
+from xscale.core.errors import NoticeWarning
 from xscale.mesh.flat_shard import FlatShard
 
 ALIGNMENT = 64
@@ -71,7 +72,7 @@ class Slab:
             self._thread = None
             if self._fault is not None:
                 what = f"the memory of saves could not be page-locked ({self._fault}): each waits for its copy"
-                warnings.warn(what, stacklevel=2)
+                warnings.warn(what, NoticeWarning, stacklevel=2)
         start, shape, dtype = self.layout.places[index]
         size = shape.numel() * dtype.itemsize
         return self.memory[start : start + size].view(dtype).view(shape)

@@ -29,6 +29,7 @@ from xscale.cli.terminal.complete import (
 )
 from xscale.cli.terminal.group import Group
 from xscale.cli.terminal.options import CommandWithSettings
+from xscale.cli.terminal.quiet import silent_libraries, without_libraries
 from xscale.cli.terminal.streams import check_arguments, flush_output, open_closed_streams
 from xscale.cli.train import train
 from xscale.core.errors import (
@@ -137,8 +138,8 @@ def main(command: Callable[[], object] = app) -> None:
     open_closed_streams()
     try:
         check_arguments(sys.argv[1:])
-        with warnings.catch_warnings():
-            warnings.showwarning = show_renamed_once(warnings.showwarning)
+        with silent_libraries(), warnings.catch_warnings():
+            warnings.showwarning = show_renamed_once(without_libraries(warnings.showwarning))
             if COMPLETION & set(sys.argv[1:2]):
                 _check_shell(sys.argv[1])
             try:

@@ -33,7 +33,7 @@ SCHEMA = "recipe.schema.json"
 COMMAND_LINE = "command line"
 """Origin of the values of overrides."""
 NO_OVERRIDE = "an override is written key=value"
-"""What is wrong with a word that sets no key."""
+"""The fault of a word that sets no key."""
 APART = re.compile(r"([a-z_]+(?:\.[\w\[\]*]+)+)(?: ?[:=])? ([^ =]+)")
 """A key and its value, typed as two or three words."""
 OTHERS_PATH = re.compile(r"(?:[+~]{0,2})([a-z_]+(?:[:/][a-z_]+)+)|\+{1,2}([a-z_.]+)")
@@ -139,9 +139,9 @@ def _written_apart(overrides: list[str], problems: list[Problem]) -> list[Proble
         words = overrides[start : start + count]
         match = APART.fullmatch(" ".join(words))
         if match is not None and len(words) == count:
-            others = [problem for problem in problems if problem.path not in words]
+            kept = [problem for problem in problems if problem.path not in words]
             fix = f"Write it as one word: {match[1]}={match[2]}."
-            return [*others, Problem(" ".join(words), NO_OVERRIDE, fix)]
+            return [*kept, Problem(" ".join(words), NO_OVERRIDE, fix)]
     return problems
 
 

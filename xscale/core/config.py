@@ -86,7 +86,7 @@ def _shortest(config: Config) -> Any:
 
 
 class Slot:
-    """Annotation of a field that holds the config of any part of a family: `Annotated[Core.Config, Slot(CORES)]`.
+    """Annotation of a field that holds the config of any part of a family: `CoreSlot`.
 
     In data the slot is a mapping with a `kind`, or the kind alone for its defaults.
     """

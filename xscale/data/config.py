@@ -74,6 +74,10 @@ class DataConfig(Config):
     from_caller: bool = False
     """Whether the training samples are those of `xscale.train(recipe, data=...)`, which sets it; the tokenizer and the
     validation set are those of the source."""
+    dupe_factor: PositiveInt | None = None
+    """Versions of each text, in which the random choices of objective and sample (masks, spans, pairs of sentences) are
+    made once, and which its epochs go through in turn: static masking, with 10 in BERT; null: each epoch has choices of
+    its own (dynamic masking)."""
     order: Order = "shuffled"
     """Order of the training samples. shuffled: at random, differently in each epoch. text: as they stand in the text.
     streams: row r of every batch reads consecutive segments of `sequence_length` tokens of a stream of its own, the

@@ -1,6 +1,6 @@
 """Decoders, which compute the next logits of a generation: over growing caches, static caches, or no cache."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -19,6 +19,7 @@ from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import MODELS, Model
 from xscale.nn.module import Module
+from xscale.nn.signals import Signal
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.parallel.cuda_graph import CudaGraph
 
@@ -42,6 +43,10 @@ class Decoding:
     decoder: "StaticDecoder | None" = None
     """A decoder of the model, with room for the generation, whose step may be captured or compiled already; None: each
     generation makes its own."""
+
+    signals: Callable[[Tensor], Mapping[Signal[Any], Tensor]] | None = None
+    """From the ids [T] of a text so far to signals of all its tokens [1, T, ...], which every step is given; None: no
+    part reads any."""
 
     def check(self) -> None:
         """Refuse what contradicts itself: ConfigError."""
@@ -68,9 +73,10 @@ class GrowingDecoder:
         *,
         prefix: bool,
         device: torch.device,
+        signals: Callable[[Tensor], Mapping[Signal[Any], Tensor]] | None = None,
     ) -> None:
         self.model, self.source = model, source
-        self.policy, self.prefix = policy, prefix
+        self.policy, self.prefix, self.signals = policy, prefix, signals
         self.cache: dict[str, Any] | None = {} if all_incremental(model, device) else None
         self.prompt = self.done = 0
 
@@ -82,6 +88,9 @@ class GrowingDecoder:
         tokens = tokens.with_signals({ONLY_LAST_LOGITS: True})
         if self.prefix and first == 0:
             tokens = replace(tokens, prefix=positions < self.prompt)
+        if self.signals is not None:
+            of_text = self.signals(ids).items()
+            tokens = tokens.with_signals({signal: value[:, first:] for signal, value in of_text})
         if self.policy is not None:
             tokens = tokens.with_signals({EARLY_EXIT: EarlyExit(self.policy)})
         logits: Tensor = self.model(tokens, None, self.source)
@@ -249,8 +258,11 @@ def make_decoder(
         return decoding.decoder
     decoding.check()
     must_be_static = decoding.cache == "static" or decoding.compile
-    growing: StepDecoder = GrowingDecoder(model, source, policy, prefix=prefix, device=device)
+    growing: StepDecoder = GrowingDecoder(
+        model, source, policy, prefix=prefix, device=device, signals=decoding.signals
+    )
     if segment is not None:
+        assert decoding.signals is None, "a step over segments is given no signals"
         growing = SegmentDecoder(model, segment, incremental=all_incremental(model, device))
     if not must_be_static and (decoding.cache == "growing" or device.type != "cuda"):
         return growing

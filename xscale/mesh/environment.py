@@ -167,6 +167,23 @@ def silence_profiler_log() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
+WANTED_LOGS = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TRANSFORMERS_VERBOSITY")
+"""Variables by which a user asks libraries for their messages."""
+
+
+def wants_library_messages() -> bool:
+    """Whether a variable asks a library for what it prints, which is then not kept from the terminal."""
+    return any(name in os.environ for name in WANTED_LOGS)
+
+
+def silence_native_logs() -> None:
+    """Keep the C++ of torch from writing warnings to standard error; a level that is set stays.
+
+    torch reads the level when it is first imported.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def use_expandable_segments() -> None:
     """Let torch's allocator grow its segments of GPU memory, so that sizes which change do not fragment it.
 

@@ -1,6 +1,6 @@
 """The linear map and the token embedding, with named axes."""
 
-from typing import ClassVar, Self
+from typing import Self
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,13 +10,13 @@ from xscale.nn.axes import Axis
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Module
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 
 
 class Linear(Module):
     """y = x W^T + b."""
 
-    seams: ClassVar[Seams] = {"matmul": Role.LINEAR_MAP}
+    seams = {"matmul": Role.LINEAR_MAP}
     weight: Parameter
     lora: Module | None
     """LoRA of the map, `xscale.nn.adapt.lora.Lora`, whose output is added; None: there is none."""
@@ -60,7 +60,7 @@ class Linear(Module):
 class Embedding(Module):
     """Rows of a table, by token id."""
 
-    seams: ClassVar[Seams] = {"lookup": Role.VOCABULARY_LOOKUP}
+    seams = {"lookup": Role.VOCABULARY_LOOKUP}
     weight: Parameter
 
     def __init__(self, vocabulary: int, width: int, init: Init, *, fix_norm: bool = False) -> None:

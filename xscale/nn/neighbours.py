@@ -3,8 +3,6 @@
 Generation keeps the last `left` inputs. The seam `with_neighbours` is all that a sequence sharded over ranks needs.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,14 +11,14 @@ from torch.nn import Parameter
 from xscale.nn.axes import Axis
 from xscale.nn.init import Init
 from xscale.nn.module import Module
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class NeighbourReader(Module):
     """A module whose output for a token depends on a few tokens around it."""
 
-    seams: ClassVar[Seams] = {"with_neighbours": Role.NEIGHBOURS}
+    seams = {"with_neighbours": Role.NEIGHBOURS}
     left: int
     """Tokens that are read before each token."""
     right: int = 0

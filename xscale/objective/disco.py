@@ -6,7 +6,7 @@ Each position has a subset of its own. Its size is uniform from none to all othe
 of a size are equally likely.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Disco(Objective):
         length_candidates: PositiveInt = 5
         """Likeliest lengths of which each is decoded; the target with the highest mean log-probability is taken."""
 
-    predicts_length: ClassVar[bool] = True
+    predicts_length = True
 
     def batch(
         self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any

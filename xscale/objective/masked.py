@@ -1,6 +1,6 @@
 """Masked language modelling (Devlin et al. 2019, section 3.1): some tokens are masked, replaced or kept."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -18,7 +18,7 @@ from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTr
 @OBJECTIVES.register("masked", traits=ObjectiveTraits(causal=False, source=False, random=True))
 class Masked(Objective):
     class Config(Objective.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "share": "mask_probability",
             "hidden": "mask_fraction",
             "replaced": "random_fraction",

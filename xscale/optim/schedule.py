@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from xscale.core import config as schema
 from xscale.core.config import Fraction, NonNegativeInt
@@ -77,7 +77,7 @@ class Cosine(Schedule):
     """Loshchilov and Hutter 2017: after warm-up, a half cosine down to `min_lr_ratio` of the peak."""
 
     class Config(Schedule.Config):
-        renamed: ClassVar[dict[str, str]] = {"floor": "min_lr_ratio"}
+        renamed = {"floor": "min_lr_ratio"}
         min_lr_ratio: Fraction = 0.1
         """Learning rate of the last step over the peak learning rate."""
 
@@ -92,7 +92,7 @@ class Wsd(Schedule):
     """Hu et al. 2024 (MiniCPM): warm-up, a stable plateau, and a decay at the end."""
 
     class Config(Schedule.Config):
-        renamed: ClassVar[dict[str, str]] = {"floor": "min_lr_ratio"}
+        renamed = {"floor": "min_lr_ratio"}
         decay_steps: NonNegativeInt = 1000
         """Steps of the linear decay at the end."""
         min_lr_ratio: Fraction = 0.0

@@ -1,6 +1,6 @@
 """Config of the engine: section `parallel` of a recipe."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import field_validator
 
@@ -46,7 +46,7 @@ class PipelineConfig(Config):
     """Stages of each rank (virtual pipeline stages), with schedule interleaved_1f1b."""
     blocks_per_stage: tuple[PositiveInt, ...] | None = None
     """Blocks of each stage, first to last (an encoder's before its decoder's); null: stages of balanced cost."""
-    renamed: ClassVar[dict[str, str]] = {
+    renamed = {
         "chunks": "stages_per_rank",
         "stages_by_hand": "blocks_per_stage",
     }
@@ -88,7 +88,7 @@ class RecomputeConfig(Config):
     reversible: bool = True
     """Free the inputs of reversible blocks (block.residual=reversible) in forward and reconstruct them in backward;
     false: save what other blocks save, the baseline for measurements."""
-    renamed: ClassVar[dict[str, str]] = {
+    renamed = {
         "keep": "granularity",
         "gathered": "regather_sequence_parallel_input",
     }

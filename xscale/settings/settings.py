@@ -2,7 +2,7 @@
 
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import pydantic
 import torch
@@ -79,7 +79,7 @@ class About(Config):
 
 
 class RunConfig(Config):
-    renamed: ClassVar[dict[str, str]] = {"changed": "allow_changed"}
+    renamed = {"changed": "allow_changed"}
 
     dir: PathText = "runs/default"
     """Folder of everything the run writes; starting again with the same folder resumes the run."""
@@ -143,7 +143,7 @@ class SpikeConfig(Config):
 
 
 class TrainConfig(Config):
-    renamed: ClassVar[dict[str, str]] = {"clip": "clip_grad_norm"}
+    renamed = {"clip": "clip_grad_norm"}
 
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""

@@ -146,7 +146,7 @@ class MicroBatches:
         return shard_over_cp(batch.to(self.device), self.sequence_sharding, targets)
 
     def _tensors(self, samples: Samples) -> tuple[Tensor, Tensor | None, Tensor]:
-        return samples.tokens, samples.documents if self.separate else None, samples.index
+        return samples.tokens, samples.documents if self.separate else None, samples.draw_numbers
 
 
 class EvaluationStreams:

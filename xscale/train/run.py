@@ -28,6 +28,7 @@ from xscale.observe import EndReport, Observer
 from xscale.observe.make_observers import make_observers
 from xscale.run.init_weights import load_initial_weights
 from xscale.run.parts import RunParts
+from xscale.run.route_replay import require_all_routes
 from xscale.run.run_facts import peak_memory, run_facts
 from xscale.run.run_folder import (
     CHECKPOINTS,
@@ -135,6 +136,7 @@ def _train(
                 print(f"{folder}: {done}", flush=True)
             return EXIT_DONE
         parts = set_up(settings, rank_info, resumes=True, samples=samples)
+        require_all_routes(parts)
         # A prompt or a task that cannot be used must not end the run after many steps.
         encode_prompts(settings, parts.corpus.tokenizer)
         require_tasks(settings.train.tasks, Consensus(parts.mesh.background))

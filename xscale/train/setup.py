@@ -39,6 +39,7 @@ from xscale.parallel.shard.sharded import ShardedParameter, sharded_parameters
 from xscale.run.config_changes import check_same_config
 from xscale.run.init_weights import adopt_tokenizer
 from xscale.run.parts import RunParts, device_of
+from xscale.run.route_replay import open_replay, with_routes
 from xscale.run.run_data import (
     data_of_run,
     evaluation_sequences,
@@ -108,6 +109,7 @@ def set_up(
     model = build_on_meta(settings, tokenizer.vocabulary, unpadded)
     require_text_of_memory(settings, model, corpus)
     plan = _checked_plan(settings, model, specials, rank_info.world)
+    replay = open_replay(model, tokenizer, Consensus(mesh.background, "read"))
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
     backends = attention_backends.sentences(device, dropout=draws_dropout(model))
@@ -118,8 +120,9 @@ def set_up(
     objective: Objective = OBJECTIVES.build(
         settings.objective, specials, source_length, settings.run.seed
     )
+    objective, replay_lines = with_routes(replay, model, objective)
     objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
-    applied += lines
+    applied += replay_lines + lines
     engine = make_engine(settings, model, parameters, mesh)
     graphs = _graphs(settings, model, objective, engine, device)
     repeats = degrees.tp * degrees.pp

@@ -62,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-preflight", action="store_true", help="skip the preflight check of the nodes"
     )
+    parser.add_argument(
+        "--no-plan",
+        action="store_true",
+        help="submit without a plan of the memory: only the config is checked",
+    )
     parser.add_argument("--name", help="name of the job; default: the name of the run folder")
     parser.add_argument(
         "--after", metavar="JOB", help="start after this job has ended, with any exit status"
@@ -119,12 +124,17 @@ def run(options: argparse.Namespace) -> int:
     members = sweep_members(options)
     processes = site.nodes * site.processes_per_node
     try:
-        plans = query_member_plans(options, config, members, processes, gpu_options(site))
+        gpu = [] if options.no_plan else gpu_options(site)
+        plans = query_member_plans(options, config, members, processes, gpu)
     except LaunchError as error:
         raise LaunchError("\n".join([str(error), *other_problems(options, site)])) from None
     top = plans[0].run_dir.parent if members else plans[0].run_dir
     job = check_job(build_job(options, site, top, len(members)))
-    plan_problems = dict.fromkeys(problem for plan in plans for problem in plan.problems)
+    plan_problems = dict.fromkeys(
+        f"{problem} Submit it without a plan: --no-plan."
+        for plan in plans
+        for problem in plan.problems
+    )
     cluster_problems, cluster_known = check_cluster(job, options.dry_run)
     configs, deadline_problems = save_deadlines(
         [plan.config for plan in plans], site.signal_seconds

@@ -107,9 +107,9 @@ def meant_option(option: str, known: list[str], command: str) -> str:
     starts = [name for name in names if len(word) > 2 and name.startswith(word)]
     if len(starts) == 1:
         return f"Did you mean --{starts[0]}?"
-    for mine, names_elsewhere in NAMES_ELSEWHERE.items():
-        if mine in known and option in names_elsewhere.split():
-            return f"Did you mean {mine}?"
+    for known_option, names_elsewhere in NAMES_ELSEWHERE.items():
+        if known_option in known and option in names_elsewhere.split():
+            return f"Did you mean {known_option}?"
     if option in OTHERS_OPTIONS:
         return OTHERS_OPTIONS[option]
     near = near_name(word, names) if len(word) > 2 else ""

@@ -63,7 +63,7 @@ OTHERS_LISTS = {
     **dict.fromkeys(("runs", "checkpoints"), "Runs are folders: `xscale checkpoint ls RUN`."),
     "plugins": "A part of your own is checked by `xscale check-part FILE`.",
 }
-"""What others list -> a sentence on what shows it here."""
+"""A word that other programs list -> a sentence on what shows it here."""
 
 
 def _what_else(word: str) -> str:

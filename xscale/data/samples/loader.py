@@ -38,6 +38,9 @@ class Samples:
     document it ends. In pairs and labelled examples 0 is text, and 1 padding."""
     index: Tensor
     """[B] int64: the number of each sample in the run."""
+    draw_numbers: Tensor
+    """[B] int64: the number by which what an objective draws for each sample is seeded; that of static masking
+    (`data.dupe_factor`) comes again."""
     begins: Tensor | None = None
     """[B], whether each segment of a stream continues no earlier one; None: samples are no segments of streams."""
     labels: Tensor | None = None
@@ -53,6 +56,9 @@ class SampleDataset(Protocol):
 
     def sample(self, index: int) -> tuple[NDArray[Any], ...]:
         """Return the tokens and documents of a sample, and then its labels if it has any."""
+
+    def draw_number(self, index: int) -> int:
+        """Return the number by which what is random in a sample is drawn."""
 
     def __len__(self) -> int: ...
 
@@ -78,6 +84,10 @@ class FullSamples:
         if self.kind == "sentences":
             return SentenceDataset.full_sample(self.config, self.token)
         return PackedDataset.full_sample(self.config.sequence_length, self.token, self.document)
+
+    def draw_number(self, index: int) -> int:
+        """Return the number by which what is random in a sample is drawn: its own."""
+        return index
 
     def __len__(self) -> int:
         return 1
@@ -110,6 +120,7 @@ class Loader:
             tokens=torch.from_numpy(tokens),
             documents=torch.from_numpy(documents),
             index=torch.from_numpy(index),
+            draw_numbers=torch.tensor([self.data.draw_number(number) for number in numbers]),
             begins=torch.from_numpy(self.data.begins(index))
             if isinstance(self.data, StreamDataset)
             else None,
@@ -261,6 +272,7 @@ def _dataset(
                 datasets.append(
                     PackedDataset(split, config.sequence_length, seed=seed, shuffle=shuffle)
                 )
+            datasets[-1].dupe_factor = config.dupe_factor
             weights.append(weight)
     if not datasets:
         return None

@@ -40,8 +40,19 @@ class StreamDataset:
 
     def positions(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Map sample indices [N], counted over all epochs, to segments of the text [N]."""
+        return self._segments_read(index) % len(self)
+
+    def draw_number(self, index: int) -> int:
+        """Return the number by which what is random in sample `index` is drawn, as `PackedDataset` does."""
+        if self.packed.dupe_factor is None:
+            return index
+        epoch, place = divmod(int(self._segments_read(np.array([index]))[0]), len(self))
+        return place + epoch % self.packed.dupe_factor * len(self)
+
+    def _segments_read(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the segments from the begin of the text to each sample [N], with those of whole epochs."""
         segment, row = np.divmod(index, self.streams)
-        return (row * len(self) // self.streams + segment) % len(self)
+        return row * len(self) // self.streams + segment
 
     def begins(self, index: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether each of the samples [N] continues no earlier one: a row's first, or the text's first."""

@@ -4,7 +4,7 @@ import csv
 import json
 import math
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -61,8 +61,8 @@ class Labelled(PairSource):
                 )
             return self
 
-    field_keys: ClassVar[tuple[str, ...]] = ("text_field", "label_field")
-    all_field_keys: ClassVar[tuple[str, ...]] = (*field_keys, "pair_field", "group_field")
+    field_keys = ("text_field", "label_field")
+    all_field_keys = (*field_keys, "pair_field", "group_field")
 
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:

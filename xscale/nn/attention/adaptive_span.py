@@ -7,7 +7,7 @@ factor of the softmax's terms, so its logarithm is a bias on the scores.
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class SpanConfig(Config):
     ),
 )
 class AdaptiveSpan(Softmax):
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
     # In bfloat16 a span of a thousand tokens changes by no fewer than four.
     keeps_precision = True
     span: Parameter

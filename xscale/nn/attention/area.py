@@ -1,7 +1,5 @@
 """Li et al. 2019 (area attention): attend to areas of adjacent tokens, by the mean of their keys and sum of values."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -29,7 +27,7 @@ from xscale.nn.dims import Dims
 )
 class Area(Core):
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"longest": "max_area_size"}
+        renamed = {"longest": "max_area_size"}
 
         max_area_size: PositiveInt = 3
         """Maximum number of tokens in an area."""

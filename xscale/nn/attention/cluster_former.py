@@ -9,7 +9,7 @@ The mixer `cluster_former` sorts all heads by the layer's input, as in the paper
 layers of sliding windows, as `configs/model/attention_cluster_former.yaml` does.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,7 @@ class ClusterFormer(Core):
     centroids: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"chunk": "chunk_length"}
+        renamed = {"chunk": "chunk_length"}
 
         clusters: PositiveInt = 16
         """Centroids of each head; in the mixer `cluster_former`, of all heads together."""

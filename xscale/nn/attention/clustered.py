@@ -4,8 +4,6 @@ Clusters: signs of random projections, then Lloyd iterations in Hamming space. I
 weights on its cluster's top-k keys from its own scores, scaled to the cluster's total weight of those keys.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -30,7 +28,7 @@ from xscale.nn.random import SeededNumbers
 )
 class Clustered(Core):
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"steps": "iterations", "top": "top_k"}
+        renamed = {"steps": "iterations", "top": "top_k"}
 
         clusters: PositiveInt = 100
         """Clusters of queries."""

@@ -4,8 +4,6 @@ S_t = S_(t-1) + b_t phi(k_t) (v_t - S_(t-1)^T phi(k_t))^T, o_t = S_t^T phi(q_t),
 A chunk at a time (`ops.delta_rule`).
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,7 +37,7 @@ class Delta(Core):
     gate: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"order": "nu"}
+        renamed = {"order": "nu"}
 
         nu: PositiveInt = 1
         """Capacity of the feature map DPFP-nu: 2 * nu * K features."""

@@ -9,7 +9,6 @@ The sum over pairs of heads is the square of a sum over heads, so no pair is for
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +20,7 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.auxiliary import attach, mean_over_text
 from xscale.nn.dims import Dims
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 
 
 @CORES.register(
@@ -32,7 +31,7 @@ from xscale.nn.roles import Role, Seams
     ),
 )
 class Disagreement(Softmax):
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
 
     class Config(Softmax.Config):
         subspace_weight: NonNegativeFloat = 0.0
@@ -44,7 +43,7 @@ class Disagreement(Softmax):
 
     averages_tokens = True
     averages_text = True
-    seams: ClassVar[Seams] = {"sum_over_heads": Role.SUM_OVER_HEADS}
+    seams = {"sum_over_heads": Role.SUM_OVER_HEADS}
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)

@@ -6,7 +6,7 @@ that of its sentence: the labels and masks of a pair then say whether the two ar
 sentences, and has separate weights for global and long tokens.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class Etc(Core):
     global_labels: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"tokens": "global_tokens", "clip": "max_distance"}
+        renamed = {"tokens": "global_tokens", "clip": "max_distance"}
 
         global_tokens: PositiveInt = 64
         """Global tokens, the first of the sequence."""

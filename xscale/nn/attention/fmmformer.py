@@ -6,7 +6,6 @@ sigmoid s, phi_1 = elu(x) + 1, phi_2 = elu(-x) + 1, phi_3 = tanh(x).
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +44,7 @@ class Fmmformer(Core):
     far_weight: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"band": "bandwidth", "far": "feature_maps"}
+        renamed = {"band": "bandwidth", "far": "feature_maps"}
 
         bandwidth: NonNegativeInt = 20
         """Near field: keys on each side of a query."""

@@ -1,6 +1,6 @@
 """Linear attention, without a matrix of scores: `linear` and `efficient_attention`."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ class LinearAttention(Core):
     """
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"order": "nu"}
+        renamed = {"order": "nu"}
 
         features: Literal["elu", "relu", "dpfp"] = "elu"
         """elu: elu(x) + 1; relu: max(x, 0); dpfp: products of relu([x, -x]) with itself, rolled."""

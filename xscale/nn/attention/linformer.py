@@ -6,7 +6,7 @@ stride = trained length / projected_length. The convolution mixes the channels o
 parallelism can shard them.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Linformer(Core):
     f: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"rows": "projected_length", "share": "sharing"}
+        renamed = {"rows": "projected_length", "share": "sharing"}
 
         projected_length: PositiveInt = 128
         """k, length to which keys and values are projected."""

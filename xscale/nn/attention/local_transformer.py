@@ -9,7 +9,7 @@ given or predicted from the mean of the keys, D = I sigmoid(U_d^T tanh(W_d mean(
 """
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ NARROWEST = 0.01
     ),
 )
 class LocalTransformer(Softmax):
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
     hidden: Parameter
     center: Parameter
     window: Parameter

@@ -3,8 +3,6 @@
 A causal query sees the windows that end at or before it, and one zero slot before them, as the paper pads.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,7 +40,7 @@ class MemoryCompressed(Core):
     value_kernel: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"ratio": "compression_factor"}
+        renamed = {"ratio": "compression_factor"}
 
         compression_factor: PositiveInt = 3
         """Kernel size and stride of the convolution: tokens that become one key."""

@@ -4,8 +4,6 @@ Gate of block n: q . mean of its keys; the top-k blocks (the query's own always 
 gradient, with one softmax over all their keys.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -36,7 +34,7 @@ from xscale.nn.dims import Dims
 )
 class Moba(Core):
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"top": "top_k"}
+        renamed = {"top": "top_k"}
 
         block: PositiveInt = 64
         """Block size in tokens; the paper: 512 and more."""

@@ -7,7 +7,7 @@ for all query heads of a kv_head; here the branches share keys and values, and e
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ class Nsa(Core):
     gates: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "run": "compression_block",
             "stride": "compression_stride",
             "block": "selection_block",

@@ -4,7 +4,7 @@ softmax(q k~^T) (softmax(q~ k~^T))^+ softmax(q~ k^T) v, computed from the right.
 Z <- Z (13 - AZ (15 - AZ (7 - AZ))) / 4. `identity` is Chen et al. 2020 (CSALR): (A + 1)^-1, which always exists.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ class Nystrom(Core):
     kernel: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"convolution": "conv_kernel_size"}
+        renamed = {"convolution": "conv_kernel_size"}
 
         landmarks: PositiveInt = 64
         """Segments whose means are the landmarks; at most the tokens of the shorter sequence."""

@@ -6,7 +6,7 @@ w = `pooled_window`; o = y + z. LDConv pools by a dynamic convolution (Wu et al.
 softmax(W_p x) of the token x in the middle, with a W_p for keys and one for values.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ class Poolingformer(Core):
     pool_weights: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "near": "window",
             "far": "pooled_window",
             "segment": "pooled_window",

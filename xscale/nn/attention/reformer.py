@@ -5,7 +5,7 @@ paper shares queries and keys, and so does the mixer unless its `shared_qk` is f
 `ops/bucketed.py` says which tokens of its bucket a token sees, and has the paper's chunks too.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ from xscale.nn.random import SeededNumbers
 )
 class Reformer(Core):
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"reach": "chunk_length", "rounds": "hashes"}
+        renamed = {"reach": "chunk_length", "rounds": "hashes"}
 
         buckets: int = Field(default=32, ge=2, multiple_of=2)
         """Hash buckets of a round, an even number. The paper: 2 * length / chunk_length."""

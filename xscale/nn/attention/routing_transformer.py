@@ -11,8 +11,6 @@ directions are compared. Sums are divided by the mean number of points of a cent
 batch, and the random start is as much smaller: it has the share of a point among a thousand.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -62,7 +60,7 @@ class RoutingTransformer(Core):
     centroids: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"reach": "window"}
+        renamed = {"reach": "window"}
 
         clusters: PositiveInt = 16
         """Centroids of each head; the paper: the square root of the length."""

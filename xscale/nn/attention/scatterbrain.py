@@ -5,7 +5,6 @@ buckets, unbiased elsewhere. o = A v / A 1. phi are the Performer's positive fea
 """
 
 import math
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +43,7 @@ TINY = 1e-12
 )
 class Scatterbrain(Core):
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"reach": "window"}
+        renamed = {"reach": "window"}
 
         features: PositiveInt = 64
         """Random directions, each a feature."""

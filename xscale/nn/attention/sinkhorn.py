@@ -9,7 +9,7 @@ The last block may be shorter than the others. A place that it lacks is mixed fr
 weights scaled to the sum over all blocks, and is hidden where none has it.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ class SinkhornCore(Core):
     second: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"cut": "sortcut_blocks"}
+        renamed = {"cut": "sortcut_blocks"}
 
         block: PositiveInt = 64
         """Tokens of a block."""

@@ -6,8 +6,6 @@ query's, and the window are the latest w keys (section 3.4 and the authors' code
 tokens in a row that the query is one of, and w/2 on each side (section 3.2).
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,7 +44,7 @@ class TransformerLs(Core):
     gains: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"slots": "projection_rank"}
+        renamed = {"slots": "projection_rank"}
 
         segment: PositiveInt = 64
         """l, tokens of a segment, whose projections later segments see in a causal model."""

@@ -1,12 +1,12 @@
 """A stack of blocks, uniform or by rules: every second one a mixture of experts, sparse and dense attention in turn."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from xscale.core.config import Config, NonNegativeInt, PositiveInt, Slot
+from xscale.core.config import Config, NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import share_layer_tables
@@ -15,14 +15,14 @@ from xscale.nn.blocks.stack_checks import check_blocks_together, with_keys
 from xscale.nn.depth import PASSES, DepthConfig
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, Edges, Prediction, StackUse
 from xscale.nn.dims import Dims
-from xscale.nn.ffn.ffn import FFNS, Ffn
-from xscale.nn.mixer.mixer import MIXERS, Mixer
+from xscale.nn.ffn.ffn import FfnSlot
+from xscale.nn.mixer.mixer import Mixer, MixerSlot
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.position import Position, share_position
 from xscale.nn.random import reseed
 from xscale.nn.residual.residual_stream import RESIDUALS, ResidualStream
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 PassT = TypeVar("PassT", bound=DepthPass)
@@ -43,9 +43,9 @@ class LayerRule(Config):
     """Blocks before this one are left alone."""
     last: NonNegativeInt | None = None
     """Blocks from this one on are left alone; null: none."""
-    mixer: Annotated[Mixer.Config, Slot(MIXERS)] | None = None
+    mixer: MixerSlot | None = None
     """The mixer of these blocks; null: unchanged."""
-    ffn: Annotated[Ffn.Config, Slot(FFNS)] | None = None
+    ffn: FfnSlot | None = None
     """The position-wise part of these blocks; null: unchanged."""
     sublayers: tuple[SublayerConfig, ...] | None = Field(default=None, min_length=1)
     """The sublayers of these blocks, in their order; null: unchanged."""
@@ -89,7 +89,7 @@ class StackConfig(DepthConfig, BlocksConfig):
 class Stack(Module):
     """[B, T, D] -> [B, T, D], with the final norm that pre-norm needs. Blocks keep their index on every layout."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "run_block": Role.BLOCK_CALL,
         "norm": Role.BETWEEN_REGIONS,
         "position": Role.IN_REGION,

@@ -14,6 +14,7 @@ from xscale.nn.depth.layer_mix import LayerMix, ReturnedStates
 from xscale.nn.depth.linear_maps import QuaternionMaps
 from xscale.nn.depth.mask_decoder import MaskDecoder, MaskDecoderConfig
 from xscale.nn.depth.quaternion import LinearMaps
+from xscale.nn.depth.segment_memory.feedback import FeedbackConfig, FeedbackMemory
 from xscale.nn.depth.segment_memory.memory import SegmentMemory, SegmentMemoryConfig
 from xscale.nn.depth.segment_memory.summary import SegmentSummary, SegmentSummaryConfig
 from xscale.nn.depth.sequence_pooling import SequencePooling, SequencePoolingConfig
@@ -30,6 +31,7 @@ PASSES: tuple[type[DepthPass], ...] = (
     SequencePooling,
     SegmentMemory,
     SegmentSummary,
+    FeedbackMemory,
     StepSignal,
     Halting,
     Exits,
@@ -67,6 +69,9 @@ class DepthConfig(Config):
     segment_summary: SegmentSummaryConfig | None = None
     """One vector of the segment before, a mean over tokens and blocks, that one block attends to (Yoshida et al.
     2020); null: none."""
+    feedback: FeedbackConfig | None = None
+    """One memory of all blocks at earlier tokens, which all blocks attend to, a token at a time (Fan et al. 2020,
+    Feedback Transformer); null: each block attends to its own input."""
     mask_decoder: MaskDecoderConfig | None = None
     """The last block of an encoder decodes masked tokens: its queries get absolute positions, and it is applied several
     times to the output of the block before (He et al. 2021, DeBERTa); null: it is a block as the others."""

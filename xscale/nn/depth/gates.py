@@ -9,7 +9,7 @@ is what an embedding of the budget that is added to x becomes behind W.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Module
 from xscale.nn.random import reseed
 from xscale.nn.residual.residual_stream import RESIDUALS
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -67,7 +67,7 @@ class GatesConfig(Config):
 class Gate(Module):
     """The gate of one sublayer."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "param_hook": Role.PARAMETERS_BETWEEN_REGIONS,
         "random": Role.DRAWS_BETWEEN_REGIONS,
     }
@@ -120,7 +120,7 @@ class GateBudget(DepthPass):
         "the gates, and the gates' sum, which blocks hand on, are of the hidden states"
     )
     has_edges = True
-    seams: ClassVar[Seams] = {
+    seams = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,
         "replicated_input": Role.REPLICATED_INPUT,
         "attach_loss": Role.ON_LAST_STAGE,

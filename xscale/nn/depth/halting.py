@@ -11,7 +11,7 @@ later steps, where others attend to it (Dehghani et al. 2019, section 2.2).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -26,7 +26,7 @@ from xscale.nn.depth.depth_pass import DepthPass, DepthState, SentTensor, StackU
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.mixer.mixer import hands_on_scores, without_scores
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -71,7 +71,7 @@ class Halting(DepthPass):
     averages_text = True
     averages_packed_text = True
     used_by_all_blocks = True
-    seams: ClassVar[Seams] = {
+    seams = {
         "param_hook": Role.PARAMETERS_BETWEEN_REGIONS,
         "replicated_input": Role.REPLICATED_INPUT,
         "sum_over_sequence": Role.SUM_OVER_TOKENS,

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xscale.core.config import NonNegativeFloat, PositiveFloat, PositiveInt
+from xscale.core.config import NonNegativeFloat, PositiveFloat, PositiveInt, Slot
 from xscale.core.registry import Family
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -67,6 +67,8 @@ def activation(name: Activation) -> Callable[[Tensor], Tensor]:
 
 
 FFNS = Family("ffn", FfnTraits, Ffn)
+FfnSlot = Annotated[Ffn.Config, Slot(FFNS)]
+"""A config key that holds any ffn."""
 
 
 @FFNS.register("dense", traits=FfnTraits(per_token=True, sparse=False))

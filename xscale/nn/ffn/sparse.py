@@ -9,8 +9,6 @@ The products are dense there. In generation, where a forward has few tokens, onl
 that the controller picks are read: 1 / N of them for each token.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -23,7 +21,7 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits
 from xscale.nn.linear import Linear
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 DRAWN_OF = 1 << 53
@@ -38,7 +36,7 @@ DRAWN_OF = 1 << 53
     ),
 )
 class SparseFfn(Ffn):
-    seams: ClassVar[Seams] = {"first_hidden": Role.FIRST_HIDDEN}
+    seams = {"first_hidden": Role.FIRST_HIDDEN}
 
     class Config(Ffn.Config):
         hidden: PositiveInt | None = None

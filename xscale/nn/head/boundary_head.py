@@ -6,8 +6,6 @@ x are hidden states [B, T, D], s and e the first and the last token of the span 
 logits of y_i are those of the table of embeddings.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +16,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.signals import BATCH, TARGETS, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -39,7 +37,7 @@ class BoundaryHeadConfig(Config):
 class BoundaryHead(Module):
     """[B, T, D] and tokens with `BOUNDARIES` -> [B, T, D]."""
 
-    seams: ClassVar[Seams] = {"full_sequence": Role.FULL_SEQUENCE}
+    seams = {"full_sequence": Role.FULL_SEQUENCE}
     positions: Parameter
 
     def __init__(self, config: BoundaryHeadConfig, norm: Norm.Config, dims: Dims) -> None:

@@ -16,7 +16,7 @@ The model's own loss is what a step reports; the other losses are in its statist
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module, name_modules
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -100,7 +100,7 @@ class WidthMaps(Module):
     """The learned maps from the student's width to that of the teacher, which are used in training alone."""
 
     beside_stages = True
-    seams: ClassVar[Seams] = {"embedding": Role.ON_FIRST_STAGE}
+    seams = {"embedding": Role.ON_FIRST_STAGE}
 
     def __init__(
         self, width: int, teacher_width: int, std: float, *, embedding: bool, hidden: bool

@@ -5,8 +5,6 @@
 h are the outputs [B, S, D] of the encoder, whose mean is over the tokens of the source.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +14,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -33,7 +31,7 @@ class LengthHead(Module):
     """[B, S, D] -> logits [B, L] of the lengths 1 to L, the longest that the model takes."""
 
     beside_stages = True
-    seams: ClassVar[Seams] = {"sum_over_sequence": Role.SUM_OVER_TOKENS}
+    seams = {"sum_over_sequence": Role.SUM_OVER_TOKENS}
 
     def __init__(self, config: LengthHeadConfig, dims: Dims) -> None:
         super().__init__()

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.core.config import PositiveInt
-from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer, RefusedPositions
@@ -45,6 +44,7 @@ class AxialMixer(Mixer):
         width: PositiveInt = 64
         """Tokens in a row of the grid."""
 
+    heads_make_width = True
     refused_positions = RefusedPositions(
         ("bias", "scores"), "biases scores by distance in the sequence, and rows have another"
     )
@@ -62,11 +62,6 @@ class AxialMixer(Mixer):
     @classmethod
     def example(cls) -> Any:
         return cls.Config(heads=4, width=16)
-
-    @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        problems = super().check(config, dims, path)
-        return problems + cls.check_heads(config, dims, path)
 
     def forward(
         self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None

@@ -1,12 +1,9 @@
 """Wang et al. 2021 (Cluster-Former): attention in chunks of tokens, sorted by the clusters of their hidden states."""
 
-from typing import Annotated, ClassVar
-
 from torch import Tensor
 
-from xscale.core.config import Slot
 from xscale.nn.attention.cluster_former import ClusterFormer
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CoreSlot
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
@@ -22,11 +19,11 @@ from xscale.nn.tokens import Tokens
 )
 class ClusterFormerAttention(Attention):
     class Config(Attention.Config):
-        core: Annotated[Core.Config, Slot(CORES)] = ClusterFormer.Config()
+        core: CoreSlot = ClusterFormer.Config()
         """The core `cluster_former`, which has the clusters and the chunks."""
 
-    cores: ClassVar[tuple[str, ...] | None] = ("cluster_former",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("cluster_former",)
+    shards_sequence = False
     core: ClusterFormer
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -7,14 +7,14 @@ Generation caches the keys of all heads once.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt, Slot
-from xscale.nn.attention.core import CORES, Core
+from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt
+from xscale.nn.attention.core import CORES, CoreSlot
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
@@ -23,7 +23,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.kv_cache import with_cached
 from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import POSITIONS, PositionSlot
 from xscale.nn.tokens import Tokens
 
 
@@ -42,11 +42,11 @@ class Collaborative(Attention):
         """Channels of queries and keys that all heads share; null: the width."""
         head_width: PositiveInt | None = None
         """K, channels of a head's values; null: width / heads."""
-        core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
+        core: CoreSlot = Softmax.Config()
         """The attention core, q, k, v -> o."""
         scale: PositiveFloat | None = None
         """Factor of the scores q k^T; null: 1 / sqrt(head_width)."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+        position: PositionSlot | None = None
         """Position encoding of this mixer; null: the model's."""
         dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
@@ -57,7 +57,7 @@ class Collaborative(Attention):
             return False
 
     # Values are padded to the width of the keys, which only weighted sums leave as they are.
-    cores: ClassVar[tuple[str, ...] | None] = ("softmax", "block_sparse", "entmax")
+    cores = ("softmax", "block_sparse", "entmax")
     mixing: Parameter
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -14,17 +14,17 @@ Blocks near the output are deeper and wider (section 3.2), for block b of B:
 import math
 from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from xscale.core.config import FractionBelowOne, PositiveInt, Slot
+from xscale.core.config import FractionBelowOne, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CoreSlot
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
@@ -34,7 +34,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer
 from xscale.nn.module import Module
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import PositionSlot
 from xscale.nn.tokens import Tokens
 
 
@@ -137,11 +137,11 @@ class Delight(Attention):
         """g_max, most groups of a layer, a power of two; null: width / 32, rounded down to one."""
         activation: Activation = "gelu"
         """The function after each group linear transform."""
-        core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
+        core: CoreSlot = Softmax.Config()
         """The attention core, q, k, v -> o."""
         bias: bool = True
         """Whether the projections of attention have biases."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+        position: PositionSlot | None = None
         """Position encoding of this mixer, which acts on its queries and keys or scores; null: the model's."""
         dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
@@ -163,7 +163,7 @@ class Delight(Attention):
             )
 
     # One head: cores that share heads out among others have nothing to share.
-    cores: ClassVar[tuple[str, ...] | None] = (
+    cores = (
         "softmax",
         "block_sparse",
         "entmax",

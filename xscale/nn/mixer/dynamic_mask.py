@@ -8,7 +8,6 @@ this one. The mask is a factor of the softmax's terms, so its logarithm is a bia
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +35,10 @@ class DynamicMask(Attention):
     distance_table: Parameter
     head_bias: Parameter
 
-    cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("softmax",)
+    shards_sequence = False
 
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
 
     def __init__(self, config: Attention.Config, dims: Dims) -> None:
         super().__init__(config, dims)

@@ -6,7 +6,6 @@ The soft mask of the distance and the loss on the spans are those of the core `a
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,13 +39,13 @@ class DynamicSpan(Attention):
     class Config(SpanConfig, Attention.Config):
         pass
 
-    cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("softmax",)
+    shards_sequence = False
     averages_tokens = True
     averages_text = True
     averages_packed_text = True
 
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

@@ -5,15 +5,15 @@ the four pieces may have its own keys and values.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from xscale.core.config import NonNegativeInt, Slot
+from xscale.core.config import NonNegativeInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CoreSlot
 from xscale.nn.attention.etc import Etc
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
@@ -34,9 +34,7 @@ from xscale.nn.tokens import Tokens
 )
 class EtcAttention(Attention):
     class Config(Attention.Config):
-        core: Annotated[Core.Config, Slot(CORES)] = Etc.Config(
-            labels="structure", segment_length=32
-        )
+        core: CoreSlot = Etc.Config(labels="structure", segment_length=32)
         """The core `etc`, which has the radius, the labels and the masks."""
         projections: Literal["shared", "sides", "pieces"] = "shared"
         """shared: one projection of queries, keys and values, the authors' default; sides: global queries have one of
@@ -48,8 +46,8 @@ class EtcAttention(Attention):
         """Token id that ends a sentence: a long token is linked to the global token with its sentence's number; null:
         by the core's segment_length."""
 
-    cores: ClassVar[tuple[str, ...] | None] = ("etc",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("etc",)
+    shards_sequence = False
     core: Etc
 
     refused_positions = RefusedPositions(

@@ -8,14 +8,14 @@ The encoder's branches have 4D and D/2 channels and its separable convolution D/
 linear map. The windows of a causal model end at the token, others are centred.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import FractionBelowOne, Slot
+from xscale.core.config import FractionBelowOne
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, take
 from xscale.nn.dims import Dims
@@ -24,7 +24,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.local_mixer import LocalMixer
 from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer
 from xscale.nn.module import Module
-from xscale.nn.norm.norm import NORMS, Layer, Norm
+from xscale.nn.norm.norm import NORMS, Layer, Norm, NormSlot
 from xscale.nn.tokens import Tokens
 
 
@@ -189,15 +189,15 @@ class EvolvedBranches(Mixer):
     class Config(Mixer.Config):
         form: Literal["encoder", "decoder"] = "decoder"
         """Whose branches: those of the paper's encoder or decoder; either can be causal."""
-        norm: Annotated[Norm.Config, Slot(NORMS)] = Layer.Config()
+        norm: NormSlot = Layer.Config()
         """The norm of the branches' sum."""
         bias: bool = True
         """Whether the linear maps and the convolution over all channels have biases."""
         dropout: FractionBelowOne = 0.0
         """Dropout probability of each branch's output."""
 
-    uses_position: ClassVar[bool] = False
-    shards_sequence: ClassVar[bool] = True
+    uses_position = False
+    shards_sequence = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()

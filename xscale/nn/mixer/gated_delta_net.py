@@ -8,12 +8,10 @@ The decay clears the state of a head; the delta rule replaces what is stored at 
 value heads. The state of a value head is K x V. Training computes it by chunks (the operator `delta_rule`).
 """
 
-from typing import Annotated
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.core.config import PositiveFloat, PositiveInt, Slot
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import must_divide, take
 from xscale.nn.attention.ops.delta_rule import CHUNK, DeltaRule
@@ -23,7 +21,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer, StepDecay, check_steps
 from xscale.nn.mixer.short_convolution import ShortConvolution
-from xscale.nn.norm.norm import NORMS, Norm, Rms
+from xscale.nn.norm.norm import NORMS, Norm, NormSlot, Rms
 from xscale.nn.tokens import Tokens
 
 
@@ -54,7 +52,7 @@ class GatedDeltaNet(RecurrentMixer):
         """Smallest initial rate of decay r; they are uniform."""
         max_rate: PositiveFloat = 16.0
         """Largest initial rate of decay."""
-        norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config(eps=1e-5)
+        norm: NormSlot = Rms.Config(eps=1e-5)
         """Norm of each head's output, before the gate."""
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -8,12 +8,10 @@ Queries and keys are half as wide as values, as in the paper's layer. The state 
 by chunks whose pairs are split where no exponential overflows (`attention.ops.decayed_sums`).
 """
 
-from typing import Annotated
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.core.config import PositiveFloat, PositiveInt, Slot
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import divisors, must_divide, take
 from xscale.nn.attention.ops.decayed_sums import CHUNK, ChannelDecayedSums
@@ -22,7 +20,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
-from xscale.nn.norm.norm import NORMS, Layer, Norm
+from xscale.nn.norm.norm import NORMS, Layer, Norm, NormSlot
 from xscale.nn.tokens import Tokens
 
 
@@ -46,7 +44,7 @@ class GatedLinearAttention(RecurrentMixer):
         """Width of the latent of the map from a token to the decays of all channels."""
         temperature: PositiveFloat = 16.0
         """tau, by which the logarithm of the decay is divided; a larger one keeps longer."""
-        norm: Annotated[Norm.Config, Slot(NORMS)] = Layer.Config()
+        norm: NormSlot = Layer.Config()
         """Norm of each head's output, before the gate."""
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -8,7 +8,7 @@ all periods that the token sees. Rows for which there is no such token are left 
 """
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -55,13 +55,13 @@ class GuidedAttention(Attention):
         """Fraction of the run's steps after which the weight is 0: it falls linearly until then, as the paper's decays
         during pre-training. null: it is constant."""
 
-    cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("softmax",)
+    shards_sequence = False
     averages_tokens = True
     averages_text = True
     averages_packed_text = True
 
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

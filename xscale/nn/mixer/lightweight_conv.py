@@ -14,7 +14,6 @@ On a CPU long sequences are computed in chunks that fit its cache.
 """
 
 import itertools
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ from xscale.nn.mixer.local_mixer import LocalMixer
 from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.neighbours import same_document
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 CHUNK = 1 << 17
@@ -59,7 +58,7 @@ class LightweightConv(ValueMixer, LocalMixer):
         dropout: FractionBelowOne = 0.0
         """Dropout probability of the normalised kernels' entries (DropConnect)."""
 
-    seams: ClassVar[Seams] = {"sum_over_heads": Role.SUM_OVER_HEADS}
+    seams = {"sum_over_heads": Role.SUM_OVER_HEADS}
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

@@ -7,7 +7,7 @@ first token there are zeros, which the network reads; in packed documents the to
 layer of the R-Transformer has it in front of attention and the feed-forward part, each a sublayer.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class LocalRnn(LocalMixer):
         window: PositiveInt = 7
         """M, tokens of a window."""
 
-    uses_position: ClassVar[bool] = False
+    uses_position = False
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()

@@ -7,13 +7,12 @@ the same two tables, as in T5.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from xscale.core.config import Slot
 from xscale.core.errors import Problem
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CoreSlot
 from xscale.nn.attention.longt5 import LongT5
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
@@ -35,11 +34,11 @@ from xscale.nn.tokens import Tokens
 )
 class TransientGlobalAttention(Attention):
     class Config(Attention.Config):
-        core: Annotated[Core.Config, Slot(CORES)] = LongT5.Config()
+        core: CoreSlot = LongT5.Config()
         """The core `longt5`, which has the radius and the size of a block."""
 
-    cores: ClassVar[tuple[str, ...] | None] = ("longt5",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("longt5",)
+    shards_sequence = False
     core: LongT5
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from xscale.core.config import PositiveInt
-from xscale.core.errors import Problem
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -62,6 +61,7 @@ class LunaAttention(Mixer):
         bias: bool = False
         """Whether the projections have biases."""
 
+    heads_make_width = True
     refused_positions = RefusedPositions(
         ACTS_INSIDE, "acts inside attention, and a packed sequence has no positions"
     )
@@ -73,12 +73,6 @@ class LunaAttention(Mixer):
         self.pack, self.unpack = (
             NestedAttention(dims, config.heads, head_width, config.bias) for _ in range(2)
         )
-
-    @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        problems = super().check(config, dims, path)
-        problems += cls.check_heads(config, dims, path)
-        return problems
 
     @without_padding
     def forward(

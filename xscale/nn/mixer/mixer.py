@@ -1,13 +1,13 @@
 """Mixers: layers that move information between tokens, x -> x. `fourier`; `attention` is in a file of its own."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from xscale.core.choices import Choice
-from xscale.core.config import Config
+from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.core.requirements import instead, kinds, must_divide, take
@@ -81,6 +81,8 @@ class Mixer(Part):
     """Whether it has an attention core, so that the mixer `attention` can stand in its place."""
     shards_sequence: ClassVar[bool] = False
     """Whether it works on a sequence that is sharded over cp."""
+    heads_make_width: ClassVar[bool] = False
+    """Whether the heads make up the model's width, where their own width is not given."""
     reads_padding: bool = False
     """Whether it reads the padding at the end of samples as text."""
     reads_bias: ClassVar[bool] = False
@@ -89,7 +91,8 @@ class Mixer(Part):
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
         """List the problems of the config; a mixer that overrides it begins with these."""
-        return [*super().check(config, dims, path), *cls._check_position_acts(config, dims, path)]
+        problems = super().check(config, dims, path) + cls._check_position_acts(config, dims, path)
+        return problems + (cls.check_heads(config, dims, path) if cls.heads_make_width else [])
 
     @classmethod
     def check_heads(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
@@ -205,6 +208,8 @@ class Mixer(Part):
 
 
 MIXERS = Family("mixer", MixerTraits, Mixer)
+MixerSlot = Annotated[Mixer.Config, Slot(MIXERS)]
+"""A config key that holds any mixer."""
 
 
 @dataclass
@@ -239,7 +244,7 @@ class Fourier(Mixer):
     """Lee-Thorp et al. 2021 (FNet): the real part of a Fourier transform over sequence and width, without
     parameters."""
 
-    uses_position: ClassVar[bool] = False
+    uses_position = False
 
     class Config(Mixer.Config):
         padding: Literal["hidden", "text"] = "hidden"

@@ -7,17 +7,16 @@ The rotated part of the keys is the same for all heads. Generation caches c and 
 """
 
 from dataclasses import replace
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt, Slot
+from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_most
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CORES, CoreSlot
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
@@ -25,8 +24,8 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.kv_cache import with_cached
 from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer, RefusedPositions
-from xscale.nn.norm.norm import NORMS, Norm, Rms
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.norm.norm import NORMS, Norm, NormSlot, Rms
+from xscale.nn.position.position import PositionSlot
 from xscale.nn.tokens import Tokens
 
 
@@ -52,13 +51,13 @@ class Mla(Attention):
         """Channels of a head's queries and keys that the position encoding rotates (`qk_rope_head_dim`)."""
         value_width: PositiveInt | None = None
         """Channels of a head's values (`v_head_dim`); null: head_width."""
-        core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
+        core: CoreSlot = Softmax.Config()
         """The attention core, q, k, v -> o."""
-        norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
+        norm: NormSlot = Rms.Config()
         """Norm of both latents."""
         scale: PositiveFloat | None = None
         """Factor of the scores q k^T; null: 1 / sqrt(head_width + rope_width)."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+        position: PositionSlot | None = None
         """Position encoding of this mixer; null: the model's."""
         dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""

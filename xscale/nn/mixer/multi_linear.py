@@ -15,8 +15,6 @@ takes N^2 R D multiply-adds. In a causal model T_b[i, j, m] is 0 where j or m is
 Packed documents are computed one by one, each with the rows of W_o from its first token on.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -29,7 +27,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.positional_mlp import PositionalMixer
 from xscale.nn.mixer.synthesizer import ValueCache
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -45,7 +43,7 @@ from xscale.nn.tokens import Tokens
     ),
 )
 class MultiLinear(PositionalMixer):
-    seams: ClassVar[Seams] = {"first_hidden": Role.FIRST_HIDDEN}
+    seams = {"first_hidden": Role.FIRST_HIDDEN}
     diagonals: Parameter
     output: Parameter
 

@@ -16,7 +16,6 @@ Shorter sequences than N use the first rows and columns; longer ones fail.
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +34,7 @@ from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.tiny_attention import TinyAttention
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.norm.norm import Layer, Norm
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -46,7 +45,7 @@ class PositionalMixer(Mixer):
         length: PositiveInt | None = None
         """N, positions that have weights: the data's sequence length, which null stands for."""
 
-    uses_position: ClassVar[bool] = False
+    uses_position = False
     length: int
 
     @classmethod
@@ -78,7 +77,7 @@ class Gmlp(PositionalMixer):
         attention: PositiveInt | None = None
         """A, width of a head of attention beside the map over the positions (aMLP); null: none. The paper: 64."""
 
-    seams: ClassVar[Seams] = {"norm_all_heads": Role.NORM_OVER_HEADS}
+    seams = {"norm_all_heads": Role.NORM_OVER_HEADS}
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()

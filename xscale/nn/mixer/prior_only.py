@@ -5,12 +5,10 @@
 B [H, T, S] is the bias that a position would add to the scores, by distance or by positions.
 """
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
-from xscale.core.config import FractionBelowOne, Slot
+from xscale.core.config import FractionBelowOne
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds
 from xscale.nn.attention.ops.dense import masked_softmax, upcast
@@ -20,7 +18,7 @@ from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.position.gaussian import Gaussian
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import POSITIONS, Position, PositionSlot
 from xscale.nn.tokens import Tokens
 
 
@@ -30,7 +28,7 @@ from xscale.nn.tokens import Tokens
 )
 class PriorOnly(ValueMixer):
     class Config(ValueMixer.Config):
-        generator: Annotated[Position.Config, Slot(POSITIONS)] = Gaussian.Config()
+        generator: PositionSlot = Gaussian.Config()
         """The generator of the prior: a position that adds a bias to scores."""
         dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""

@@ -7,7 +7,6 @@ which hand the scores on as they got them.
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.value_mixer import ValueMixer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -35,9 +34,9 @@ class ReusedAttention(ValueMixer):
         dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights; the paper has none, as the layers share one map."""
 
-    seams: ClassVar[Seams] = {"attend": Role.REUSED_ATTENTION}
-    needs_previous_scores: ClassVar[bool] = True
-    shards_sequence: ClassVar[bool] = True
+    seams = {"attend": Role.REUSED_ATTENTION}
+    needs_previous_scores = True
+    shards_sequence = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

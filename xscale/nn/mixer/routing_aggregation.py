@@ -12,7 +12,7 @@ squash(s) = |s|^2 / (1 + |s|^2) s / |s|. Both repeat their steps a few times, fo
 
 import math
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,7 @@ class RoutingAggregation(Attention):
         inverse_temperature: PositiveFloat = 1.0
         """Lambda of EM routing."""
 
-    mixes_heads: ClassVar[bool] = True
+    mixes_heads = True
 
     votes: Parameter
     beta_a: Parameter

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.config import PositiveFloat, PositiveInt
-from xscale.core.errors import Problem
 from xscale.nn.attention.ops.decayed_sums import CHUNK
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.generalized_delta_rule import GeneralizedDeltaRule
@@ -50,6 +49,7 @@ class Rwkv7(RecurrentMixer):
     bonus: Parameter
     norm_weight: Parameter
     norm_bias: Parameter
+    heads_make_width = True
 
     class Config(Mixer.Config):
         heads: PositiveInt = 8
@@ -101,10 +101,6 @@ class Rwkv7(RecurrentMixer):
         self.declare("norm_weight", (width,), ("heads",), gain, decays=False)
         self.declare("norm_bias", (width,), ("heads",), ZEROS, decays=False)
         self.o = Linear(width, width, ("width", "heads"), ZEROS)
-
-    @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        return super().check(config, dims, path) + cls.check_heads(config, dims, path)
 
     @property
     def hands_on_values(self) -> bool:

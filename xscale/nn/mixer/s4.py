@@ -17,7 +17,7 @@ parameters are pairs of real ones, in master precision.
 
 import math
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.mixer.state_space import Chunk, StateSpace
 from xscale.nn.mixer.without_padding import require_one_document
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -66,9 +66,9 @@ class S4(Mixer):
         bias: bool = True
         """Whether the linear map after the convolution has a bias."""
 
-    seams: ClassVar[Seams] = {"convolve": Role.CONVOLUTION, "first_hidden": Role.FIRST_HIDDEN}
-    uses_position: ClassVar[bool] = False
-    shards_sequence: ClassVar[bool] = True
+    seams = {"convolve": Role.CONVOLUTION, "first_hidden": Role.FIRST_HIDDEN}
+    uses_position = False
+    shards_sequence = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()

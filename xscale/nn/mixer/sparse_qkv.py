@@ -9,16 +9,16 @@ modules side by side are the heads' channels. As in the authors' code, no dense 
 those of attention. Generation keeps the last outputs of the multiplicative layer beside the KV cache.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt, Slot
+from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import must_divide, take
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CORES, CoreSlot
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
@@ -27,7 +27,7 @@ from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer, RefusedPositions
 from xscale.nn.module import Module
 from xscale.nn.neighbours import NeighbourReader, same_document
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import PositionSlot
 from xscale.nn.tokens import Tokens
 
 
@@ -156,7 +156,7 @@ class SparseQkv(Attention):
         """Tokens that the convolutions read; in a causal model they end at the token."""
         module_kernel: PositiveInt = 3
         """Modules that the convolutions read, the token's own in the middle: an odd number."""
-        core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
+        core: CoreSlot = Softmax.Config()
         """The attention core, q, k, v -> o."""
         shared_qk: bool | None = None
         """Whether queries and keys have one convolution (for hashing); null: as the core's paper has it, so true for
@@ -167,12 +167,12 @@ class SparseQkv(Attention):
         """Whether a dense layer follows the heads, as in other attention."""
         scale: PositiveFloat | None = None
         """Factor of the scores q k^T; null: 1 / sqrt(width / heads)."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+        position: PositionSlot | None = None
         """Position encoding of this mixer, which acts on its queries and keys or scores; null: the model's."""
         dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
-    mixes_heads: ClassVar[bool] = True
+    mixes_heads = True
 
     refused_positions = RefusedPositions(
         ("scores",), "projects its embeddings as tokens, which have no neighbours here"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.core.config import PositiveInt
-from xscale.core.errors import ConfigError, Problem
+from xscale.core.errors import ConfigError
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -70,6 +70,7 @@ class StarTransformerLayers(Mixer):
         steps: PositiveInt = 2
         """T, updates of the satellites and the relay, all with the same weights."""
 
+    heads_make_width = True
     refused_positions = RefusedPositions(ACTS_INSIDE, "acts inside the attention of another mixer")
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -82,12 +83,6 @@ class StarTransformerLayers(Mixer):
         self.relay: StarAttention | None = None
         if config.steps > 1:
             self.relay = StarAttention(dims, config.heads, head_width)
-
-    @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        problems = super().check(config, dims, path)
-        problems += cls.check_heads(config, dims, path)
-        return problems
 
     @without_padding
     def forward(

@@ -5,16 +5,15 @@
 A subclass makes the weights A_h from positions, from parameters, or from each token alone.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from xscale.core.config import PositiveInt
-from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import Mixer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -27,8 +26,9 @@ class ValueMixer(Mixer):
         bias: bool = False
         """Whether the projections of values and output have biases."""
 
-    uses_position: ClassVar[bool] = False
-    seams: ClassVar[Seams] = {"first_head": Role.FIRST_HEAD}
+    heads_make_width = True
+    uses_position = False
+    seams = {"first_head": Role.FIRST_HEAD}
 
     def __init__(self, config: Any, dims: Dims) -> None:
         super().__init__()
@@ -39,10 +39,6 @@ class ValueMixer(Mixer):
         inner = config.heads * self.head_width
         self.v = Linear.from_width(dims, inner, "heads", bias=config.bias)
         self.o = Linear.to_width(dims, inner, "heads", bias=config.bias)
-
-    @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        return super().check(config, dims, path) + cls.check_heads(config, dims, path)
 
     def forward(
         self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None

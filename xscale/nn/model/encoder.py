@@ -1,11 +1,10 @@
 """A bidirectional encoder (Devlin et al. 2019): each token sees all others; trained to predict masked tokens."""
 
 from dataclasses import replace
-from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from xscale.core.config import NonNegativeInt, PositiveInt, Slot
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import change, take
 from xscale.nn.blocks.stack import Stack, StackConfig
@@ -19,8 +18,8 @@ from xscale.nn.linear import Embedding
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
-from xscale.nn.norm.norm import NORMS, Norm
-from xscale.nn.roles import Role, Seams
+from xscale.nn.norm.norm import NormSlot
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -29,7 +28,7 @@ class Encoder(Model):
     class Config(Model.Config):
         stack: StackConfig = StackConfig()
         """The blocks."""
-        embedding_norm: Annotated[Norm.Config, Slot(NORMS)] | None = None
+        embedding_norm: NormSlot | None = None
         """Norm of the embeddings, before their dropout (as in BERT, Devlin et al. 2019); null: none."""
         transform: Activation | None = None
         """A dense layer with this activation, then the blocks' norm, before the head (as in BERT); null: none."""
@@ -53,7 +52,7 @@ class Encoder(Model):
         global_mean: bool = False
         """Whether the mean of the text's embeddings is added to each global token (the relay of Star-Transformer)."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "embed": Role.STACK_INPUT,
         "head": Role.MODEL_OUTPUT,
         "contrast": Role.SENTENCE_LOSS,

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from xscale.core import config as schema
-from xscale.core.config import FractionBelowOne, NonNegativeFloat, PositiveFloat, PositiveInt, Slot
+from xscale.core.config import FractionBelowOne, NonNegativeFloat, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.depth.depth_pass import Prediction
 from xscale.nn.dims import Dims
 from xscale.nn.module import Part
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import POSITIONS, PositionSlot
 from xscale.nn.position.rope import Rope
 from xscale.nn.signals import Signal
 from xscale.nn.tokens import Tokens
@@ -46,7 +46,7 @@ class Model(Part):
     class Config(Part.Config):
         width: PositiveInt = 256
         """D, the width of the residual stream."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] = Rope.Config()
+        position: PositionSlot = Rope.Config()
         """The position encoding."""
         tied: bool = True
         """Whether the head shares the embedding's weight."""

@@ -6,7 +6,7 @@ its micro-batches, and so are the same on every layout.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from xscale.nn.forward import Stats
 from xscale.nn.init import ONES, ZEROS
 from xscale.nn.norm.norm import NORMS, Norm, NormTraits
 from xscale.nn.post_step import WeightWriter
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -55,7 +55,7 @@ def check_places(config: Any, path: str) -> list[Problem]:
 class BatchStatisticsNorm(Norm):
     """A norm with a gain, a bias and running statistics; rows are tokens that are no padding, [N, D]."""
 
-    seams: ClassVar[Seams] = {"sum_over_batch": Role.SUM_OVER_BATCH}
+    seams = {"sum_over_batch": Role.SUM_OVER_BATCH}
     keeps_precision = True
     averages_tokens = True
     averages_text = True

@@ -1,12 +1,13 @@
 """Normalisation layers by statistics of one token, x -> x: `layer`, `rms`, `ada` and `scale`."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import NonNegativeFloat, PositiveFloat
+from xscale.core.config import NonNegativeFloat, PositiveFloat, Slot
 from xscale.core.registry import Family
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Part
@@ -39,6 +40,8 @@ class Norm(Part, PostStepState):
 
 
 NORMS = Family("norm", NormTraits, Norm)
+NormSlot = Annotated[Norm.Config, Slot(NORMS)]
+"""A config key that holds any norm."""
 
 
 @NORMS.register("layer", traits=NormTraits(per_token=True, centred=True))

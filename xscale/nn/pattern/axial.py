@@ -1,9 +1,8 @@
 """Attention over a 2-D grid of tokens in raster order: `axial`, `ccnet` and `local_2d`."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from xscale.core.config import PositiveInt
-from xscale.core.errors import Problem
 from xscale.nn.pattern.grid import (
     Grid,
     PeriodicTokenMask,
@@ -12,7 +11,6 @@ from xscale.nn.pattern.grid import (
     shared_region_layout,
 )
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
-from xscale.nn.pattern.window import check_window
 
 CAUSAL_ALTERNATIVE = "the mixer axial, in which a token reaches all earlier ones"
 """A raster mask on rows and columns hides all that is above and to the right of a token, however many layers there
@@ -120,16 +118,14 @@ class Local2d(Pattern):
     """Ramachandran et al. 2019 (stand-alone self-attention): a square of neighbours on a 2-D grid in raster order."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"side": "kernel_size"}
+        renamed = {"side": "kernel_size"}
 
         width: PositiveInt = 64
         """Tokens in a row of the grid."""
         kernel_size: PositiveInt = 7
         """k, side of the square with the query in its middle; an odd number."""
 
-    @classmethod
-    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
-        return check_window(config.kernel_size, f"{path}.kernel_size")
+    odd_keys = ("kernel_size",)
 
     def make_layout(self, grid: Grid) -> Layout:
         reach, block = self.config.kernel_size // 2, grid.block

@@ -1,7 +1,5 @@
 """Blocks of the sequence that see one block: themselves (`block_local`), or another in each head (`blockwise`)."""
 
-from typing import ClassVar
-
 import numpy as np
 from pydantic import Field
 
@@ -23,7 +21,7 @@ class BlockLocal(Pattern):
     """Block-local attention: the sequence is split into spans, and a span sees only itself (Liu et al. 2018)."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"span": "local_blocks"}
+        renamed = {"span": "local_blocks"}
 
         local_blocks: PositiveInt = 4
         """Blocks in a span."""
@@ -52,7 +50,7 @@ class Blockwise(Pattern):
     """Qiu et al. 2020 (BlockBERT): the sequence in n blocks; each head permutes them, and block i sees block pi(i)."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"pieces": "sequence_blocks"}
+        renamed = {"pieces": "sequence_blocks"}
 
         sequence_blocks: PositiveInt = 4
         """n, blocks of the whole sequence (a multiple of the core's blocks)."""

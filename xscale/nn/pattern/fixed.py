@@ -1,6 +1,6 @@
 """Child et al. 2019 (Sparse Transformer): `fixed` and `strided`."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Fixed(Pattern):
     """
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "span": "local_blocks",
             "global_rows": "horizontal_global",
         }

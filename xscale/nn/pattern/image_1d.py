@@ -1,6 +1,6 @@
 """Parmar et al. 2018 (Image Transformer), local attention in images: `image_1d` and `image_2d`."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class Image1d(Pattern):
     it."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"query": "query_length", "memory": "memory_length"}
+        renamed = {"query": "query_length", "memory": "memory_length"}
 
         query_length: PositiveInt = 256
         """l_q, tokens of a query block: pixels in raster order, each channel a token."""

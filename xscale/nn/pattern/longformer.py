@@ -4,10 +4,7 @@ The layout is that of DeepSpeed's documented `BSLongformerSparsityConfig`, block
 window in tokens. The mixer `longformer` has the paper's second projections for the global tokens.
 """
 
-from typing import Any, ClassVar
-
 from xscale.core.config import PositiveInt
-from xscale.core.errors import Problem
 from xscale.nn.pattern.global_blocks import global_tokens
 from xscale.nn.pattern.grid import Grid
 from xscale.nn.pattern.pattern import (
@@ -19,7 +16,7 @@ from xscale.nn.pattern.pattern import (
     PatternTraits,
     TokenIndex,
 )
-from xscale.nn.pattern.window import check_window, window_layout
+from xscale.nn.pattern.window import window_layout
 
 
 @PATTERNS.register(
@@ -37,7 +34,7 @@ from xscale.nn.pattern.window import check_window, window_layout
 )
 class LongformerPattern(Pattern):
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"global_blocks": "global_block_indices"}
+        renamed = {"global_blocks": "global_block_indices"}
 
         window: PositiveInt = 3
         """Blocks in the window, the query's own in the middle."""
@@ -46,9 +43,7 @@ class LongformerPattern(Pattern):
         global_token_indices: tuple[TokenIndex, ...] = ()
         """Indices of single global tokens, whose neighbours in the block are not global."""
 
-    @classmethod
-    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
-        return check_window(config.window, f"{path}.window")
+    odd_keys = ("window",)
 
     def make_layout(self, grid: Grid) -> Layout:
         seen = self._block_layout(grid)

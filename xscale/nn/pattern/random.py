@@ -1,7 +1,5 @@
 """Random attention: each block sees a few blocks drawn once, by a seed (the random part of Zaheer et al. 2020)."""
 
-from typing import ClassVar
-
 import numpy as np
 import numpy.typing as npt
 
@@ -68,7 +66,7 @@ def _mix(value: _Bits | np.uint64) -> _Bits:
 )
 class RandomPattern(Pattern):
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"count": "random_blocks"}
+        renamed = {"count": "random_blocks"}
 
         random_blocks: PositiveInt = 3
         """Random blocks that each block sees, different for each head and layer; causal models also see their own

@@ -3,7 +3,7 @@
 For its random blocks, combine this pattern with `random` in `union`.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -26,7 +26,7 @@ from xscale.nn.pattern.pattern import PATTERNS, BlockIndex, Layout, Pattern, Pat
 )
 class Variable(Pattern):
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "spans": "local_window_blocks",
             "global_blocks": "global_block_indices",
             "global_ends": "global_block_end_indices",

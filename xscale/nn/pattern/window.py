@@ -1,12 +1,8 @@
 """Sliding windows: `window` in blocks, `band` in tokens, and `dilated`."""
 
-from typing import Any, ClassVar
-
 import numpy as np
 
 from xscale.core.config import NonNegativeInt, PositiveInt
-from xscale.core.errors import Problem
-from xscale.core.requirements import take
 from xscale.nn.pattern.grid import Grid, Index, TokenMask
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 
@@ -24,9 +20,7 @@ class Window(Pattern):
         window: PositiveInt = 3
         """Blocks in the window, an odd number with the query's own in the middle; causal models see the left half."""
 
-    @classmethod
-    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
-        return check_window(config.window, f"{path}.window")
+    odd_keys = ("window",)
 
     def make_layout(self, grid: Grid) -> Layout:
         return window_layout(grid, self.config.window)
@@ -36,19 +30,6 @@ def window_layout(grid: Grid, window: int) -> Layout:
     """[1, rows, N], true where row and column are at most window // 2 blocks apart."""
     seen: Layout = (abs(grid.row - grid.column) <= window // 2)[None]
     return seen
-
-
-def check_window(window: int, path: str) -> list[Problem]:
-    """Return a problem if `window` is not a positive odd number: the query's own block is in its middle."""
-    if window >= 1 and window % 2:
-        return []
-    return [
-        Problem(
-            path,
-            f"must be odd and positive, got {window}",
-            choices=take(max(1, window + 1 - window % 2)),
-        )
-    ]
 
 
 @PATTERNS.register(
@@ -101,7 +82,7 @@ class Dilated(Pattern):
     """Dilated sliding window, whose dilation and width may grow with depth (Beltagy et al. 2020, section 3.1)."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "gap": "dilation",
             "gap_grows": "dilation_growth",
             "window_grows": "window_growth",
@@ -119,9 +100,7 @@ class Dilated(Pattern):
         dilated_heads: NonNegativeInt | None = None
         """Number of dilated heads, counted from the first; the others have a plain window. null: all heads."""
 
-    @classmethod
-    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
-        return check_window(config.window, f"{path}.window")
+    odd_keys = ("window",)
 
     @property
     def differs_by_head(self) -> bool:

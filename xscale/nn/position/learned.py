@@ -7,7 +7,6 @@ from torch.nn import Parameter
 
 from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
-from xscale.core.requirements import take
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits, check_table_length
@@ -55,17 +54,7 @@ class Sinusoidal(Position):
         super().__init__()
         self.base = config.base
 
-    @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        if dims.width % 2:
-            return [
-                Problem(
-                    path,
-                    f"needs an even width, got width={dims.width}",
-                    choices=take(dims.width + 1, key="model.width"),
-                )
-            ]
-        return []
+    needs_even_width = True
 
     def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
         half = x.shape[-1] // 2

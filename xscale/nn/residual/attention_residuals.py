@@ -7,7 +7,7 @@ from its second sublayer on. w_l [D] is learned for each sublayer, and one more 
 the full attention residuals, a larger S the paper's blocks of them.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from xscale.nn.residual.residual_stream import (
     ResidualTraits,
 )
 from xscale.nn.residual.sublayer import Sublayer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 Written = tuple[Tensor, ...]
@@ -38,7 +38,7 @@ class DepthMixture(Module):
     """Softmax attention of one learned query over the blocks, of each token by itself."""
 
     # The role of its parameters is that of the norm's too: sequence parallelism sums the gradients of both.
-    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
+    seams = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     query: Parameter
     key_norm: Norm
 
@@ -92,7 +92,7 @@ class AttentionResiduals(ResidualStream):
         placement: AddingPlacement = "pre"
         """The residual stream whose norms the sublayers have."""
 
-    seams: ClassVar[Seams] = {"output_mixture": Role.ON_LAST_STAGE}
+    seams = {"output_mixture": Role.ON_LAST_STAGE}
     sublayer = MixingSublayer
     skippable = False
     form = "attention residuals have a tensor of each block"

@@ -6,7 +6,7 @@
 b_g > 0 begins near the identity (sections 3.1 and 3.2, TrXL-I with gates).
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +20,14 @@ from xscale.nn.module import Module
 from xscale.nn.residual.placement import NORM, Placement
 from xscale.nn.residual.residual_stream import RESIDUALS, ResidualStream, ResidualTraits
 from xscale.nn.residual.sublayer import Sublayer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class GruGate(Module):
     """The gate of one sublayer."""
 
-    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
+    seams = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     of_output: Parameter
     of_stream: Parameter
     candidate: Parameter

@@ -40,7 +40,7 @@ from xscale.nn.residual.residual_stream import (
     ResidualTraits,
 )
 from xscale.nn.residual.sublayer import Sublayer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 Weights = tuple[Tensor, Tensor, Tensor]
@@ -50,7 +50,7 @@ Weights = tuple[Tensor, Tensor, Tensor]
 class ConnectionWeights(Module):
     """The weights of one sublayer for each token's streams."""
 
-    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
+    seams = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
 
     def forward(self, streams: Tensor) -> Weights:
         """Streams [B, T, n, D] -> the weights, in float32 at least."""

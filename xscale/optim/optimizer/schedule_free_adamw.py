@@ -9,7 +9,6 @@ The model holds y while it trains; x is evaluated and saved. gamma_t is the lear
 """
 
 import struct
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -44,7 +43,7 @@ class ScheduleFreeAdamW(Optimizer):
         eps: NonNegativeFloat = 1e-8
         """Added to the root of the second moment."""
 
-    averaged_state: ClassVar[str | None] = "x"
+    averaged_state = "x"
 
     def __init__(self, config: Config, weights: list[LocalParameter]) -> None:
         super().__init__(config, weights)
