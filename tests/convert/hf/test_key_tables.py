@@ -25,7 +25,7 @@ SIZES |= {
 
 @pytest.mark.parametrize("name", TYPES)
 def test_every_key_goes_both_ways(name: str) -> None:
-    """Of a config with other values than the library's defaults, each key that the table honours comes back."""
+    """Each key that the table honours comes back, from a config with other values than the library's defaults."""
     import transformers
 
     changes: dict[str, Any] = {"initializer_range": 0.03, "layer_norm_eps": 3e-4, "rms_norm_eps": 3e-4, **SIZES}
