@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.convert.hf.models import SECTIONS
+from tests.convert.hf.models import SECTIONS, encoder
 from tests.train.test_finetune import CLASSES, examples
 from tests.train.tiny import recipe, run
 from xscale.api import load_model
 from xscale.checkpoint.load import load_tensors
+from xscale.convert.hf.class_head import _with_language_head
 from xscale.convert.hf.export_model import export_model
 from xscale.convert.hf.import_model import import_body, import_model
+from xscale.convert.hf.registry import model_of
+from xscale.convert.hf.types.bert import BERT as BERT_TYPE
+from xscale.convert.hf.types.bert import ROBERTA
 from xscale.core.errors import EXIT_DONE, ConfigError
 from xscale.nn.tokens import Tokens
 
@@ -230,3 +234,10 @@ def test_a_classifier_begins_with_an_encoder(name: str, tmp_path: Path) -> None:
         states = getattr(external, "bert", external)(input_ids=ids).last_hidden_state
         tokens = Tokens.from_ids(ids)
         torch.testing.assert_close(model.stack(model.embed(tokens), tokens), states, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "transform"), [(ROBERTA, "gelu"), (BERT_TYPE, "relu")], ids=["roberta", "bert"])
+def test_the_language_head_that_a_classifier_does_not_have(kind: Any, transform: str) -> None:
+    """RoBERTa's has gelu whatever the blocks have, and BERT's the activation of the blocks."""
+    model = model_of(encoder(activation="relu"))
+    assert _with_language_head(model, kind.architecture()).transform == transform

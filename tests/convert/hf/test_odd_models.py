@@ -11,7 +11,7 @@ import torch
 
 from tests.commands.test_import_hf import call
 from xscale.convert.hf.registry import ARCHITECTURES
-from xscale.convert.hf.types.bert import DISTILBERT_KEYS
+from xscale.convert.hf.types.bert_variants import DISTILBERT_KEYS
 from xscale.core.errors import ConfigError
 
 DRAWS = 6

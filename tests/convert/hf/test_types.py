@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.convert.hf import types_page
 from tests.convert.hf.test_decoders import SETTINGS, greedy
 from xscale.convert.hf.compare import TOLERANCE, build
 from xscale.convert.hf.import_model import ImportedModel, import_model
@@ -120,10 +121,29 @@ TYPES: dict[str, dict[str, Any]] = {
     },
     "xlm-roberta": {**ENCODER, "type_vocab_size": 1},
     "camembert": {**ENCODER, "hidden_act": "relu", "tie_word_embeddings": False},
+    "camembert with a late padding id": {**ENCODER, "pad_token_id": 5},
     "roberta-prelayernorm": {**ENCODER, "type_vocab_size": 2},
     "electra": {**ENCODER, "embedding_size": 14},
     "electra of one width": {**ENCODER, "embedding_size": 30, "hidden_act": "gelu_new"},
     "mpnet": {**ENCODER, "pad_token_id": 1},
+    "gemma": {**TIED, "attention_bias": True},
+    "vaultgemma": {
+        **TIED,
+        "layer_types": MIXED,
+        "sliding_window": 3,
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "mamba2": {
+        "hidden_size": 30,
+        "num_heads": 6,
+        "head_dim": 10,
+        "state_size": 7,
+        "n_groups": 3,
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": False,
+    },
     "dots1": {**SIZES, **ROUTED, "layer_types": MIXED, "sliding_window": 3, "first_k_dense_replace": 1},
 }
 """Name, which begins with the `model_type`, and keys of its config."""
@@ -188,7 +208,12 @@ def test_import_export_and_tokens(name: str, tmp_path: Path) -> None:
     assert back.comparison.largest > 0.3
     stored = load_file(tmp_path / "model.safetensors")
     written = external(back, back.weights)
-    assert all(torch.equal(written[key], value) for key, value in stored.items() if key in written)
+    for key, value in stored.items():
+        if key in written and "gemma" not in name:
+            assert torch.equal(written[key], value), key
+        elif key in written:
+            # The library stores gains less 1, which rounds.
+            torch.testing.assert_close(written[key], value, rtol=0, atol=2**-22)
     assert set(stored) - set(written) <= {"lm_head.weight"}
     data = select_architecture(model_of(back.model), back.sizes, name.split()[0])[1]
     data |= {"pad_token_id": original.config.pad_token_id}
@@ -224,7 +249,7 @@ def test_gradients_of_all_weights(name: str, tmp_path: Path) -> None:
         if key in mapped and parameter.grad is not None:
             # The library computes norms and rotations in float32, whatever the weights are.
             difference = (mapped[key] - parameter.grad).norm() / (parameter.grad.norm() + small)
-            assert difference < 1e-5, (key, difference)
+            assert difference < 1e-4, (key, difference)
             compared += 1
     assert compared > 5
 
@@ -252,3 +277,8 @@ def test_keys_that_are_not_honoured(name: str) -> None:
     assert section["kind"]
     with pytest.raises(ConfigError, match="chunk_size_feed_forward"):
         model_from_hf_config(data | {"chunk_size_feed_forward": 4})
+
+
+def test_the_list_on_the_page_is_that_of_the_registry() -> None:
+    page = types_page.PAGE.read_text(encoding="utf-8")
+    assert types_page.on_page(page) == types_page.drawn(), "run: python -m tests.convert.hf.types_page --write"

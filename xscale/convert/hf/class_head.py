@@ -16,7 +16,8 @@ from xscale.convert.hf.architecture import (
     ModelSizes,
     Requirements,
 )
-from xscale.convert.hf.types.bert import BERT, DISTILBERT, ROBERTA
+from xscale.convert.hf.types.bert import BERT, ROBERTA
+from xscale.convert.hf.types.bert_variants import DISTILBERT
 from xscale.convert.mapping import WeightMapping, weight, with_biases
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
@@ -265,5 +266,7 @@ def _with_language_head(model: Any, architecture: Architecture) -> Any:
     """Return the config with the architecture's language-model head: a run on labels has none, so that its keys do not
     matter."""
     ffn = model.stack.block_config(0).ffn
-    transform = "gelu" if architecture is ROBERTA else getattr(ffn, "activation", model.transform)
+    transform = (
+        "gelu" if architecture.name == ROBERTA.name else getattr(ffn, "activation", model.transform)
+    )
     return model.model_copy(update={"head_bias": True, "transform": transform, "tied": True})

@@ -1,4 +1,4 @@
-"""Layers of decoders that differ in sliding windows or feed-forward parts, and their rotary positions, both ways."""
+"""Rules of a stack for layers that differ, and rotary positions as transformers has them, both ways."""
 
 import math
 from collections.abc import Sequence
@@ -6,9 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from xscale.convert.hf.architecture import Data, Requirements
-from xscale.core.config import encode
 
-CORE = "model.stack.block.mixer.core"
 METHODS = ("linear", "dynamic", "llama3", "yarn")
 HF_NAMES = {
     "original_length": "original_max_position_embeddings",
@@ -20,33 +18,6 @@ HF_NAMES = {
     "truncate": "truncate",
 }
 """Keys of a RoPE scaling: name in xscale -> name in transformers."""
-
-
-def layer_blocks(
-    stack: Any, require: Requirements, path: str, may_differ: Sequence[str] = ()
-) -> list[Any]:
-    """Return the config of each block; record a problem if they differ in other keys than `may_differ`.
-
-    Such a key is dotted: "ffn", "mixer.core".
-    """
-    blocks = [stack.block_config(layer) for layer in range(stack.depth)]
-    if any(_without(block, may_differ) != _without(blocks[0], may_differ) for block in blocks):
-        what = f"{require.architecture} needs equal blocks"
-        if may_differ:
-            what += f", apart from {' and '.join(may_differ)}"
-        require.reject(f"{path}.rules", what, "A stack without rules would map.")
-    return blocks
-
-
-def _without(block: Any, keys: Sequence[str]) -> Data:
-    data = encode(block)
-    for key in keys:
-        *parents, last = key.split(".")
-        inner = data
-        for parent in parents:
-            inner = inner[parent]
-        inner.pop(last, None)
-    return data
 
 
 def layer_rules(parts: Sequence[Data], name: str) -> list[Data]:
@@ -71,92 +42,6 @@ def layer_rules(parts: Sequence[Data], name: str) -> list[Data]:
     return rules
 
 
-def windows_of(blocks: Sequence[Any], require: Requirements) -> list[int | None]:
-    """Return the sliding window of each block: keys that a query sees, its own with them; None: all earlier keys."""
-    windows: list[int | None] = []
-    for block in blocks:
-        core = block.mixer.core
-        if core.kind == "softmax":
-            windows.append(None)
-        elif not require.one_of(CORE, core.kind, "softmax", "block_sparse"):
-            return [None] * len(blocks)
-        elif require.one_of(f"{CORE}.pattern", core.pattern.kind, "band"):
-            windows.append(core.pattern.left + 1)
-        else:
-            return [None] * len(blocks)
-    return windows
-
-
-def one_window(windows: Sequence[int | None], require: Requirements) -> int | None:
-    """Return the window of all layers; record a problem if they differ."""
-    if len(set(windows)) > 1:
-        what = f"{require.architecture} has the same window in all layers"
-        require.reject("model.stack.rules", what, "A stack whose blocks have one core would map.")
-    return windows[0]
-
-
-def window_of_some(windows: Sequence[int | None], require: Requirements) -> int | None:
-    """Return the window of the layers that have one; record a problem if there are several."""
-    sizes = sorted({window for window in windows if window is not None})
-    if len(sizes) > 1:
-        what = f"{require.architecture} has one size of window, not {', '.join(map(str, sizes))}"
-        require.reject(
-            "model.stack.rules", what, f"Windows of {sizes[0]} in all of these layers would map."
-        )
-    return sizes[0] if sizes else None
-
-
-def layer_types(windows: Sequence[int | None]) -> list[str]:
-    """Name each layer's attention as transformers does."""
-    return ["full_attention" if window is None else "sliding_attention" for window in windows]
-
-
-def hf_windows(data: Data, require: Requirements) -> list[int | None]:
-    """Return the window of each layer of a config.json; None: no window, or none smaller than the longest sequence."""
-    depth, window = data["num_hidden_layers"], data.get("sliding_window")
-    if (
-        not data.get("use_sliding_window", True)
-        or not window
-        or window >= data["max_position_embeddings"]
-    ):
-        window = None
-    types = data.get("layer_types") or ["sliding_attention"] * depth
-    for kind in types:
-        if not require.one_of("layer_types", kind, "full_attention", "sliding_attention"):
-            return [None] * depth
-    return [window if kind == "sliding_attention" else None for kind in types]
-
-
-def expert_count(data: Data) -> int:
-    """Return the number of experts of a config.json, which has one of two names."""
-    return int(data["num_local_experts"] if "num_local_experts" in data else data["num_experts"])
-
-
-def is_sparse(data: Data, layer: int) -> bool:
-    """Return whether a layer of Qwen3-MoE has experts."""
-    dense = layer in (data["mlp_only_layers"] or []) or expert_count(data) == 0
-    return not dense and (layer + 1) % data["decoder_sparse_step"] == 0
-
-
-def core_of(window: int | None, soft_cap: float | None = None) -> Data:
-    """Return the core of a layer with that window."""
-    cap = {} if soft_cap is None else {"soft_cap": soft_cap}
-    if window is None:
-        return {"kind": "softmax", **cap}
-    return {
-        "kind": "block_sparse",
-        "pattern": {"kind": "band", "left": window - 1, "right": 0},
-        **cap,
-    }
-
-
-def longest_window(config: Any) -> int:
-    """Return a length of which twice is more than every window of the model, in tokens; 0 without windows."""
-    cores = [config.stack.block_config(layer).mixer.core for layer in range(config.stack.depth)]
-    longest = max(core.pattern.left + 1 if core.kind == "block_sparse" else 0 for core in cores)
-    return longest // 2 + 64 if longest else 0
-
-
 def rope_to_hf(position: Any) -> Data:
     """Return transformers' `rope_parameters` of a position of kind rope, without its partial rotation."""
     scaling = position.scaling
@@ -172,14 +57,6 @@ def rope_to_hf(position: Any) -> Data:
     }[scaling.method]
     values = {HF_NAMES[name]: getattr(scaling, name) for name in read}
     return keys | {name: value for name, value in values.items() if value is not None}
-
-
-def dynamic_length(position: Any) -> Data:
-    """Return the config.json key in which transformers reads the original length of dynamic scaling."""
-    scaling = position.scaling
-    if scaling is None or scaling.method != "dynamic":
-        return {}
-    return {"max_position_embeddings": scaling.original_length}
 
 
 def rope_from_hf(

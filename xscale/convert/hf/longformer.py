@@ -150,6 +150,7 @@ def _windows(config: Any, require: Requirements) -> list[int]:
         if not require.one_of(at, core.kind, "block_sparse"):
             continue
         require.one_of(f"{at}.soft_cap", core.soft_cap, None)
+        require.one_of(f"{at}.sinks", core.sinks, False)
         if require.one_of(f"{at}.pattern", core.pattern.kind, "band"):
             if core.pattern.left < MIN_SIDE:
                 what = f"transformers' {require.architecture} cannot run with {core.pattern.left} on each side"

@@ -11,14 +11,24 @@ from xscale.convert.hf.architecture import (
     Section,
     require_features,
 )
-from xscale.convert.hf.bart import BART
-from xscale.convert.hf.deberta import DEBERTA_V2
 from xscale.convert.hf.longformer import LONGFORMER
 from xscale.convert.hf.mxfp4 import quantization_method
 from xscale.convert.hf.t5 import SWITCH, T5
 from xscale.convert.hf.tables.model_type import GENERAL_KEYS
-from xscale.convert.hf.types import bert, deepseek, gemma, glm, gpt_oss, layer_norm, llama, olmo
-from xscale.convert.hf.xlnet import XLNET
+from xscale.convert.hf.types import (
+    bart,
+    bert,
+    bert_variants,
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    layer_norm,
+    llama,
+    mamba,
+    olmo,
+    relative,
+)
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.foreign import foreign_errors
@@ -36,6 +46,8 @@ ARCHITECTURES = (
     olmo.OLMO2.architecture(),
     olmo.OLMOE.architecture(),
     gpt_oss.GPT_OSS.architecture(),
+    gemma.GEMMA.architecture(),
+    gemma.VAULTGEMMA.architecture(),
     gemma.GEMMA2.architecture(),
     gemma.GEMMA3.architecture(),
     layer_norm.GPT_NEOX.architecture(),
@@ -47,6 +59,7 @@ ARCHITECTURES = (
     deepseek.DEEPSEEK_V3.architecture(),
     deepseek.GLM4_MOE.architecture(),
     deepseek.DOTS1.architecture(),
+    mamba.MAMBA2.architecture(),
     llama.QWEN2_MOE.architecture(),
     llama.MINISTRAL.architecture(),
     llama.CWM.architecture(),
@@ -68,17 +81,17 @@ ARCHITECTURES = (
     bert.XLM_ROBERTA.architecture(),
     bert.CAMEMBERT.architecture(),
     bert.ROBERTA_PRELAYERNORM.architecture(),
-    bert.BIG_BIRD.architecture(),
-    bert.ALBERT.architecture(),
-    bert.DISTILBERT.architecture(),
-    bert.ELECTRA.architecture(),
-    bert.MPNET.architecture(),
+    bert_variants.BIG_BIRD.architecture(),
+    bert_variants.ALBERT.architecture(),
+    bert_variants.DISTILBERT.architecture(),
+    bert_variants.ELECTRA.architecture(),
+    bert_variants.MPNET.architecture(),
     LONGFORMER,
-    DEBERTA_V2,
-    XLNET,
+    relative.DEBERTA_V2.architecture(),
+    relative.XLNET.architecture(),
     T5,
     SWITCH,
-    BART,
+    bart.BART.architecture(),
 )
 """In the order in which they are tried."""
 KEYS_LISTED = 8

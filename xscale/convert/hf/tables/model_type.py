@@ -267,9 +267,9 @@ def _equal(key: str, value: Any, other: Any) -> bool:
         return True
     if key == "balance_over":
         # The load of the global batch is a tensor of the router.
-        return (value == "global_batch") == (other == "global_batch")
+        return bool((value == "global_batch") == (other == "global_batch"))
     if type(value) is float and type(other) is float:
-        return abs(value - other) <= 1e-9 * abs(value)
+        return bool(abs(value - other) <= 1e-9 * abs(value))
     return bool(value == other)
 
 

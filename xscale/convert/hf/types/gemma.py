@@ -7,6 +7,7 @@ from xscale.convert.hf.tables.decoders import (
     InverseSqrtKey,
     RopeKeys,
     WindowKey,
+    heads_give_width,
     windows_by_layer,
 )
 from xscale.convert.hf.tables.keys import Initial, SameKey, merged
@@ -63,3 +64,24 @@ GEMMA3 = GEMMA2.variant(
     block={"mixer": windows_by_layer(merged(_MIXER, _GLOBAL_MIXER), merged(_MIXER, _LOCAL_MIXER))},
     fixed={"attn_logit_softcapping": (None,)},
 )
+GEMMA = LLAMA.variant(
+    "gemma",
+    "GemmaForCausalLM",
+    model={"scale_embeddings": True},
+    block={"mixer": {"core": CORE}, "ffn": {"gate": "geglu_tanh", "bias": False}},
+    fixed={
+        "hidden_act": ("gelu_pytorch_tanh",),
+        "use_bidirectional_attention": (False, None),
+    },
+    tensors={
+        "stack.norm": Moved("model.norm", ONE_PLUS),
+        **layers(
+            {
+                "mixer.norm": Moved("input_layernorm", ONE_PLUS),
+                "ffn.norm": Moved("post_attention_layernorm", ONE_PLUS),
+            }
+        ),
+    },
+    checks=(heads_give_width,),
+)
+VAULTGEMMA = GEMMA2.variant("vaultgemma", "VaultGemmaForCausalLM", block={"residual": "pre"})

@@ -288,7 +288,11 @@ SMOLLM3 = LLAMA.variant(
     block={
         "mixer": {
             "core": some_windows(lambda kinds: {"use_sliding_window": LOCAL in kinds}),
-            "position": ByLayer(LayerKinds.listed("no_rope_layers"), {1: Initial(None), 0: "none"}),
+            "position": ByLayer(
+                LayerKinds.listed("no_rope_layers"),
+                {1: Initial(None), 0: "none"},
+                "no_rope_layers",
+            ),
         }
     },
     checks=(heads_give_width,),
