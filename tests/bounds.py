@@ -32,6 +32,23 @@ class HangError(BaseException):
     """Not an Exception: nothing that is under test may catch it."""
 
 
+def resident(name: str = "VmRSS") -> int:
+    """Memory of this process in bytes, by its name in /proc/self/status: VmRSS now, VmHWM at its peak."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) << 10
+
+
+def peak_above(before: int) -> int:
+    """How many bytes the peak since `begin_peak` is above `before`."""
+    return max(0, resident("VmHWM") - before)
+
+
+def begin_peak() -> int:
+    """Count the peak of memory from here on; the memory now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident()
+
+
 def _hangs(number: int, frame: FrameType | None) -> None:
     raise HangError(f"it took more than {HANG_SECONDS} s")
 

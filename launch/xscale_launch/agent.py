@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from xscale_launch import attempts, status
+from xscale_launch.command import say
 from xscale_launch.env import RankEnv, environment, integer, slurm_ranks
 from xscale_launch.files import write_run_file
 from xscale_launch.nodes import devices, links
@@ -203,11 +204,6 @@ def torchrun_worker(
         *("--stop-seconds", str(options.stop_seconds), "--", *options.command),
     )
     return Worker(first.rank, command, dict(variables))
-
-
-def say(message: str) -> None:
-    """Write a message of the launcher to the job's log."""
-    print(f"xscale launch: {message}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Parts shared by the verbs of `xscale launch`: parser, config, overrides, the trainer's command, format of a table."""
+"""Parts shared by the verbs of `xscale launch`: parser, config, overrides, the trainer's command, what is printed."""
 
 import argparse
 import difflib
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from xscale_launch.files import shown
 from xscale_launch.paths import expand
 from xscale_launch.status import LaunchError
 
@@ -84,6 +85,16 @@ def verb_meant(word: str, verbs: Sequence[str], recipe: bool) -> str:
         return f"it is a config: `xscale launch local {word}`"
     meant = OTHERS_VERBS.get(word) or next(iter(difflib.get_close_matches(word, verbs, n=1)), "")
     return f"did you mean {meant}?" if meant else f"choose from {', '.join(verbs)}"
+
+
+def write(text: str, end: str = "\n") -> None:
+    """Print a result on standard output; what of it a terminal would carry out is escaped."""
+    print(shown(text), end=end, flush=True)
+
+
+def say(message: str) -> None:
+    """Print a message of the launcher on standard error, as `write` does."""
+    print(shown(f"xscale launch: {message}"), file=sys.stderr, flush=True)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

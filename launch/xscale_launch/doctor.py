@@ -12,8 +12,8 @@ from typing import Any
 
 import xscale_launch
 from xscale_launch import command, status
+from xscale_launch.command import say, write
 from xscale_launch.env import RankEnv, environment, slurm_ranks
-from xscale_launch.local import say
 from xscale_launch.mpi import mpi_preflight
 from xscale_launch.mpi.mpi_rank import STARTED_BY_MPI, rank_from_mpi
 from xscale_launch.nodes import devices, links, preflight
@@ -114,7 +114,7 @@ def _task(options: argparse.Namespace, gpus: int) -> int:
         if measured and not problems:
             pairs = links.read_results(Path(folder))
             for (first, second), speed in pairs.items():
-                print(f"{first} - {second}: {speed:.2f} GB/s")
+                write(f"{first} - {second}: {speed:.2f} GB/s")
             problems += map(str, links.find_problems(pairs, 0.0))
     return _report(result.nodes, problems)
 
@@ -137,13 +137,13 @@ def _rank(options: argparse.Namespace, gpus: int) -> int:
     if rank_env.rank > 0:
         return status.DONE
     for first, second, speed in result.pairs:
-        print(f"{first} - {second}: {speed:.2f} GB/s")
+        write(f"{first} - {second}: {speed:.2f} GB/s")
     return _report(result.nodes, result.problems)
 
 
 def _report(nodes: Sequence[preflight.NodeFacts], problems: Sequence[str]) -> int:
-    print(preflight.table(nodes))
-    print("\n".join(problems) if problems else "no problems found")
+    write(preflight.table(nodes))
+    write("\n".join(problems) if problems else "no problems found")
     return FAULTY if problems else status.DONE
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+import unicodedata
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,20 @@ def check_line(what: str, text: str) -> str:
             f"{what} {text!r} contains a line end or another control character: choose another"
         )
     return text
+
+
+def shown(text: str) -> str:
+    """Return `text` with its control and format characters escaped, but for newlines and tabs.
+
+    A terminal would carry them out: the rule is that of `xscale.core.say`.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(letter if _is_shown(letter) else ascii(letter)[1:-1] for letter in text)
+
+
+def _is_shown(letter: str) -> bool:
+    return letter in "\n\t" or letter.isprintable() or unicodedata.category(letter) == "Zs"
 
 
 def check_variable(where: str, name: str) -> str:

@@ -1,11 +1,11 @@
 """`xscale launch local`: start several processes on this machine, without a cluster and without torchrun."""
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
 from xscale_launch import command, status
+from xscale_launch.command import say, write
 from xscale_launch.env import RankEnv, environment
 from xscale_launch.files import make_run_folder, remove_file, remove_folder
 from xscale_launch.nodes import devices
@@ -69,11 +69,9 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         for worker in workers:
             rank_env = RankEnv(worker.rank, processes, worker.rank, processes, HOST, port)
-            shown = worker_settings(variables, rank_env, logs)
-            print(
-                " ".join(f"{name}={value}" for name, value in shown.items()),
-                " ".join(worker.command),
-            )
+            settings = worker_settings(variables, rank_env, logs)
+            values = " ".join(f"{name}={value}" for name, value in settings.items())
+            write(f"{values} {' '.join(worker.command)}")
         return status.DONE
     if len(workers) > 1:
         make_run_folder(logs.parent, logs.name)
@@ -95,11 +93,6 @@ def report_failure(outcome: SupervisorResult, workers: list[Worker]) -> None:
     if failed.log is not None:
         say(f"last lines of {failed.log}:\n{last_lines(failed.log)}")
     say(f"{outcome.cause}; the other workers were stopped" if len(workers) > 1 else outcome.cause)
-
-
-def say(message: str) -> None:
-    """Print a message of the launcher on stderr."""
-    print(f"xscale launch: {message}", file=sys.stderr, flush=True)
 
 
 def _log_folder(run_dir: str | None, dry_run: bool) -> tuple[Path, bool]:

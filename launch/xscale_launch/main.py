@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from xscale_launch import command, local, status
-from xscale_launch.command import VerbParser, verb_meant
+from xscale_launch import local, status
+from xscale_launch.command import VerbParser, is_config, say, verb_meant, write
 from xscale_launch.mpi import mpi
 from xscale_launch.slurm import submit, watch
 from xscale_launch.status import LaunchError
@@ -58,11 +58,11 @@ def main(argv: Sequence[str]) -> int:
     """Run one subcommand and return its exit status; 2 is a mistake of the user, explained on stderr."""
     known = verbs()
     if not argv or argv[0] in ("-h", "--help"):
-        print(usage(known))
+        write(usage(known))
         return status.DONE if argv else status.USER_MISTAKE
     if argv[0] not in known:
-        meant = verb_meant(argv[0], list(known), command.is_config(argv[0]))
-        local.say(f"unknown verb {argv[0]!r}; {meant}")
+        meant = verb_meant(argv[0], list(known), is_config(argv[0]))
+        say(f"unknown verb {argv[0]!r}; {meant}")
         return status.USER_MISTAKE
     verb = known[argv[0]]
     parser = VerbParser(prog=f"xscale launch {argv[0]}", description=verb.about, allow_abbrev=False)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return verb.run(parser.parse_intermixed_args(list(argv[1:])))
     except LaunchError as error:
-        local.say(str(error))
+        say(str(error))
         return status.USER_MISTAKE
     except KeyboardInterrupt:  # ends `logs --follow`
         return INTERRUPTED

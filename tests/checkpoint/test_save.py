@@ -157,8 +157,8 @@ class Refusing(Disk):
     ("what", "number", "fix"),
     [
         ("mkdir", errno.EROFS, "Mount it for writing"),
-        ("open", errno.EACCES, "in which this user may write"),
-        ("write", errno.ENOSPC, "Free space on that disk"),
+        ("open", errno.EACCES, "Let this user write there, or give another run.dir"),
+        ("write", errno.ENOSPC, "Free space, keep fewer checkpoints"),
         ("sync", errno.EIO, "Check the disk"),
         ("rename", errno.ENOENT, "Put the folder back"),
     ],

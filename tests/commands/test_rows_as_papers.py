@@ -22,21 +22,24 @@ STATED = [
     ("prefix-task-objective", "model.encoder.block.mixer.dropout", 0.1),
     ("bert", "model.stack.block.norm.eps", 1e-12),
     ("bert", "model.embedding_norm.eps", 1e-12),
+    ("bert", "data.dupe_factor", 10),
+    ("roberta", "data.dupe_factor", None),
     ("al-rfou-deep-char-lm", "model.stack.block.mixer.dropout", 0.55),
     ("fnet", "objective.kind", "masked_sentences"),
     ("fnet", "objective.task", "next"),
+    # A window of its own, and one projection of each short segment, as in the paper's models of characters.
+    ("transformer-ls", "model.stack.block.mixer.core.window", 64),
+    ("transformer-ls", "model.stack.block.mixer.core.projection_rank", 1),
 ]
 """Variant, key and the value in its paper."""
 SAID = [
     ("sparse-transformer", "odd ones see their own block"),
     ("relu-kernel-features", "1e-3 added before they are divided"),
-    ("transformer-ls", "One length"),
     ("reformer-lsh", "counted once in each"),
     ("gshard", "square of the number of experts"),
-    ("bert", "drawn anew"),
     ("bert", "a tenth of the paper's are shorter"),
     ("gpt-3", "No dropout"),
-    ("universal-transformer", "separable convolution"),
+    ("universal-transformer", "separable_conv"),
     ("spanbert", "3.5 tokens in the mean"),
     ("al-rfou-deep-char-lm", "feed-forward layers have none"),
 ]

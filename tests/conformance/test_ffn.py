@@ -76,11 +76,11 @@ def test_a_part_whose_tokens_depend_on_their_order_is_caught() -> None:
         suite.each_token_by_itself_where_declared(registered(Counts))
 
 
-def test_cheats_of_the_token_shift_are_caught() -> None:
+def test_cheats_of_the_neighbours_are_caught() -> None:
     class Shifts(Whole):
         def forward(self, x: Tensor, tokens: Any) -> Tensor:
             return super().forward(x + F.pad(x, (0, 0, 1, 0))[:, :-1], tokens)
 
     for part in (Whole, Averages, Shifts):
         with pytest.raises(AssertionError):
-            suite.a_token_reads_the_one_before_it_in_its_document(registered(part, per_token=False, token_shift=True))
+            suite.a_token_reads_its_neighbours_in_its_document(registered(part, per_token=False, reads_neighbours=True))

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from xscale.core.errors import ConfigError
+from xscale.core.errors import ConfigError, FaultError
 from xscale.core.files.atomic_write import (
     TEMPORARY_SUFFIX,
     AppendFile,
     atomic_write,
     reporting_full_disk,
     write_atomically,
+    writing_folder,
 )
+from xscale.core.files.file_errors import file_sentence
 
 
 def test_content_is_replaced_at_the_end_of_the_block(tmp_path: Path) -> None:
@@ -124,3 +126,66 @@ class TornFile:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "Free space, or"),
+        (errno.EDQUOT, "Free space within the quota, or"),
+        (errno.EFBIG, "Raise the limit on file sizes (ulimit -f), or"),
+        (errno.EROFS, "Mount it for writing, or"),
+        (errno.EPERM, "Let this user write there, or"),
+    ],
+)
+def test_each_disk_is_told_what_ends_its_error(number: int, words: str, tmp_path: Path) -> None:
+    error = OSError(number, os.strerror(number), str(tmp_path / "file"))
+    with pytest.raises(ConfigError) as refused, reporting_full_disk(tmp_path / "file"):
+        raise error
+    assert words in str(refused.value)
+    sentence = file_sentence(error)
+    assert sentence is not None
+    assert words in sentence or number == errno.EPERM
+
+
+@pytest.mark.parametrize("has_inodes", [True, False])
+def test_a_disk_without_inodes_is_told_so(has_inodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that makes them as it needs them has none in all, and does not lack any."""
+    counts = os.statvfs_result((4096, 4096, 10, 10, 10, 0 if has_inodes else 10, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: counts)
+    error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "none" / "file"))
+    assert ("no inode is left). Delete files there, or" in str(file_sentence(error))) != has_inodes
+
+
+class LibraryError(Exception):
+    """What a library says where it cannot write."""
+
+
+@pytest.mark.parametrize("error", [LibraryError("failed"), ConfigError("a", "b"), FaultError("c"), KeyError("d")])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_folder_is_written_whole_or_not(
+    error: Exception, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library's error on a full disk is that of the disk."""
+
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    if is_full:
+        monkeypatch.setattr("xscale.core.files.atomic_write.write_atomically", refuse)
+    own = isinstance(error, ConfigError | FaultError)
+
+    def fail_half_way() -> None:
+        with writing_folder(tmp_path / "out") as part:
+            (part / "half").touch()
+            raise error
+
+    with pytest.raises(OSError if is_full and not own else type(error)) as raised:
+        fail_half_way()
+    if is_full and not own:
+        assert raised.value.filename == str(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    with writing_folder(tmp_path / "out") as part:
+        (part / "whole").touch()
+        part.rename(tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "whole"]

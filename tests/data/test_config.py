@@ -9,6 +9,7 @@ import pytest
 
 from xscale.core.config import decode, encode
 from xscale.core.errors import ConfigError
+from xscale.core.key_words.renamed import RenamedWarning, rename_old_keys
 from xscale.data.config import DataConfig
 
 
@@ -44,3 +45,13 @@ def test_reading_a_config_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("shuffle", "order"), [(True, "shuffled"), (False, "text")])
+def test_the_old_key_of_the_order_is_read(shuffle: bool, order: str) -> None:
+    with pytest.warns(RenamedWarning, match=f"shuffle is now order={order}"):
+        assert rename_old_keys(DataConfig, {"shuffle": shuffle}, {}) == {"order": order}
+    with pytest.warns(RenamedWarning):
+        assert rename_old_keys(DataConfig, {"shuffle": shuffle, "order": order}, {}) == {"order": order}
+    with pytest.raises(ConfigError, match="order"):
+        rename_old_keys(DataConfig, {"shuffle": shuffle, "order": "streams"}, {})

@@ -17,6 +17,9 @@ from xscale.data.samples.loader import Loader, open_corpus
 class Counting:
     """Sample i is all i."""
 
+    def draw_number(self, index: int) -> int:
+        return index
+
     def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         if index == 50:
             raise ConfigError("data", "sample 50 is broken")

@@ -42,7 +42,7 @@ def config(folder: Path, rows: list[tuple[str, str]] = ROWS, **fields: Any) -> D
 
 
 def test_a_sample_is_a_pair_truncated_or_padded(tmp_path: Path) -> None:
-    settings = config(tmp_path, shuffle=False, validation=0.0)
+    settings = config(tmp_path, order="text", validation=0.0)
     prepared = prepare(settings, processes=1, progress=False)
     tokenizer = prepared.tokenizer
     samples = open_corpus(settings, seed=0).train.samples(0, len(ROWS))
@@ -162,7 +162,7 @@ def test_a_split_without_pairs_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_prefix_names_the_task_of_each_source(tmp_path: Path) -> None:
-    plain = config(tmp_path, shuffle=False, validation=0.0)
+    plain = config(tmp_path, order="text", validation=0.0)
     prefixed = plain.model_copy(update={"source": plain.source.model_copy(update={"prefix": "add: "})})
     assert prepared_folder(plain) != prepared_folder(prefixed)
     prepare(prefixed, processes=1, progress=False)

@@ -16,6 +16,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 KINDS: dict[str, tuple[int, ...]] = {
     "full": FULL,
     "torn": FULL,
+    "no inode": FULL,
     "broken": (errno.EIO,),
     "read-only": (errno.EROFS,),
     "stale": (errno.ESTALE,),
@@ -26,13 +27,17 @@ KINDS: dict[str, tuple[int, ...]] = {
 CALLS: dict[str, tuple[str, ...]] = {
     "full": ("open", "write", "mkdir", "fsync"),
     "torn": ("open", "write", "mkdir", "fsync"),
+    "no inode": ("create", "mkdir"),
     "broken": ("open", "write", "truncate", "mkdir", "fsync", "rename", "replace"),
     "read-only": ("open", "write", "truncate", "mkdir", "rename", "replace"),
     "stale": ("write", "truncate", "fsync"),
     "no renames": ("rename", "replace"),
     "slow": ("open", "write", "fsync", "rename", "replace"),
 }
-"""Calls that fail in an episode of each kind. A full disk lets files shrink and be renamed."""
+"""Calls that fail in an episode of each kind. A full disk lets files shrink and be renamed; one without an inode, by
+itself or by a quota, lets the files that there are be written. A call that creates a file opens it."""
+LENGTHS = (1, 2, 5, 20, 100, 1000, 1_000_000)
+"""Calls that an episode lasts for; the longest to the end of the run."""
 
 
 class FaultyDisk:
@@ -58,7 +63,7 @@ class FaultyDisk:
             self.calls += 1
             if not self._left and self._draw.random() < self._rate:
                 self._kind, self._epoch = self._draw.choice(list(KINDS)), self._epoch + 1
-                self._left = self._draw.choice((1, 2, 5, 20, 100, 1000))
+                self._left = self._draw.choice(LENGTHS)
                 self.episodes.append(f"{self._kind} for {self._left} calls from {call} of {Path(path).name}")
             if not self._left:
                 return ""
@@ -66,7 +71,8 @@ class FaultyDisk:
             kind, number = self._kind, self._draw.choice(KINDS[self._kind])
             spared = kind == "broken" and self._draw.random() < 0.5
         # A file that is opened again is stale no more.
-        if call not in CALLS[kind] or spared or (kind == "stale" and opened == self._epoch):
+        fails = call in CALLS[kind] or (call == "create" and "open" in CALLS[kind])
+        if not fails or spared or (kind == "stale" and opened == self._epoch):
             return ""
         if kind == "slow":
             time.sleep(0.002)
@@ -84,7 +90,7 @@ class FaultyDisk:
             def __init__(self, path: Any, mode: str, **options: Any) -> None:
                 self._writes = mode != "rb"
                 if self._writes:
-                    disk.touch("open", path)
+                    disk.touch("open" if os.path.lexists(path) else "create", path)
                 super().__init__(path, mode, **options)
                 self._epoch = disk._epoch
 

@@ -108,7 +108,9 @@ def test_old_checkpoints_make_room(tmp_path: Path, keep: int | None, left: list[
         save(folder, 4, tensors(4), {}, {}, keep_last=keep, disk=Narrow(folder))
     else:
         (folder / "step-00000001" / "config.json").unlink()
-        with pytest.raises(CheckpointError, match=rf"no room\. Free space .*`xscale checkpoint prune {folder} --keep"):
+        with pytest.raises(
+            CheckpointError, match=rf"no room\. Free space, keep .*`xscale checkpoint prune {folder} --keep"
+        ):
             save(folder, 4, tensors(4), {}, {}, keep_last=keep, disk=Narrow(folder))
     assert visible(folder) == (left or [1, 2, 3])
 

@@ -1,13 +1,16 @@
 """Generated hostile files: whatever they hold, a command ends with status 0 or 2 and one sentence a problem, in bounds.
 
-A case is a function of its seed, which a failure prints: `--grammar-seed=N --grammars=1` runs it alone.
+A case is a function of its seed, which a failure prints: `--grammar-seed=N --grammars=1` runs it alone. The nightly
+tier prints how the cases of each grammar ended, the slowest of them and the one that took most memory.
 """
 
 import contextlib
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +21,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.bounds import HangError, bounded, listing
+from tests.bounds import HangError, begin_peak, bounded, listing, peak_above
 from tests.convert.hf.test_hostile_models import good as good  # a fixture
 from tests.grammars import json_bytes, torn, yaml_text
 from xscale.checkpoint.load import CheckpointReader, read_config, read_state, restore
@@ -26,7 +29,7 @@ from xscale.checkpoint.save import save
 from xscale.checkpoint.tools import tools
 from xscale.commands.checkpoints.import_hf import import_run
 from xscale.core.compose import compose_leniently
-from xscale.core.errors import ConfigError, FaultError
+from xscale.core.errors import EXIT_DONE, EXIT_FAULT, EXIT_USER, ConfigError, FaultError
 from xscale.data.corpus.manifest import DatasetManifest
 from xscale.data.tokenizer.huggingface import HuggingFace
 from xscale.recipe import read_and_check
@@ -36,8 +39,8 @@ EXAMPLES = 12
 """Cases of each grammar in the quick tier."""
 PROCESSOR_SECONDS = 2
 """Most that a case may take of the processor, in the better of two runs: a busy machine does not count."""
-Case = Callable[[Random, Path], None]
-"""Writes a case into an empty folder and gives it to what reads it."""
+Case = Callable[[Random, Path], Counter[int] | None]
+"""Writes a case into an empty folder and gives it to what reads it; exit statuses, if that is done several times."""
 
 CONFIG: dict[str, Any] = {
     "run": {"dir": "run", "device": "cpu", "seed": 3},
@@ -94,7 +97,7 @@ def override(random: Random, folder: Path) -> None:
         read_and_check(compose_leniently(folder / "c.yaml", words), 1)
 
 
-def checkpoint(random: Random, folder: Path) -> None:
+def checkpoint(random: Random, folder: Path) -> Counter[int]:
     """A checkpoint whose files were changed, and whose hashes fit again, as somebody who forges one does it."""
     tensors = {"model.a": torch.arange(6.0).reshape(2, 3), "optimizer.mean.a": torch.zeros(2, 3)}
     state = {"step": 2, "consumed": 8, "tokens": 64, "losses": [1.5], "optimizer": {"step": 2}}
@@ -109,6 +112,7 @@ def checkpoint(random: Random, folder: Path) -> None:
             reseal(path, name)
     if random.randrange(3):
         seal(path)
+    statuses: Counter[int] = Counter()
     for act in (
         lambda: tools.show(path),
         lambda: tools.verify(folder),
@@ -120,8 +124,11 @@ def checkpoint(random: Random, folder: Path) -> None:
         with contextlib.suppress(MissingTensorError):
             try:
                 act()
+                statuses[EXIT_DONE] += 1
             except (ConfigError, FaultError) as error:
                 one_line(error)
+                statuses[EXIT_USER if isinstance(error, ConfigError) else EXIT_FAULT] += 1
+    return statuses
 
 
 class MissingTensorError(Exception):
@@ -245,23 +252,43 @@ def one_line(error: Exception) -> None:
         assert len(sentence) < 3000, sentence[:400]
 
 
-def check(case: Callable[[Random, Path], None], random: Random, folder: Path) -> float:
-    """Run one case in a folder of its own, of which nothing outside may change; its seconds of the processor."""
+@dataclass
+class Costs:
+    """Exit statuses of cases, and the seconds of the processor and bytes of the most expensive, each with its seed."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    seconds: tuple[float, int] = (0.0, 0)
+    memory: tuple[int, int] = (0, 0)
+
+    def add(self, other: "Costs", seed: int) -> None:
+        self.statuses += other.statuses
+        self.seconds = max(self.seconds, (other.seconds[0], seed))
+        self.memory = max(self.memory, (other.memory[0], seed))
+
+    def __str__(self) -> str:
+        ended = ", ".join(f"{count} with status {status}" for status, count in sorted(self.statuses.items()))
+        (seconds, slowest), (memory, largest) = self.seconds, self.memory
+        return f"{ended}; at most {seconds:.2f} s (seed {slowest}) and {memory / 1e6:.0f} MB (seed {largest})"
+
+
+def check(case: Case, random: Random, folder: Path) -> Costs:
+    """Run one case in a folder of its own, of which nothing outside may change; what it took."""
     room, outside = folder / "room", folder / "outside"
     shutil.rmtree(folder, ignore_errors=True)
     room.mkdir(parents=True)
     outside.mkdir()
     (outside / "mine.txt").write_text("mine")
-    begin = time.process_time()
+    begin, before = time.process_time(), begin_peak()
     with bounded():
         try:
-            case(random, room)
+            statuses = case(random, room) or Counter([EXIT_DONE])
         except ConfigError as error:
             one_line(error)
-    seconds = time.process_time() - begin
+            statuses = Counter([EXIT_USER])
+    seconds, memory = time.process_time() - begin, peak_above(before)
     assert {path.name for path in folder.iterdir()} == {"room", "outside"}
     assert listing(outside) == {"mine.txt": ((outside / "mine.txt").stat().st_mode, b"mine")}
-    return seconds
+    return Costs(statuses, (seconds, 0), (memory, 0))
 
 
 def bound(name: str, source: Path) -> Case:
@@ -289,16 +316,16 @@ def test_a_thousand_hostile_files(
     name: str, good: Path, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, count = request.config.getoption("--grammar-seed"), request.config.getoption("--grammars")
-    case, faults, slowest = bound(name, good), [], (0.0, first)
+    case, faults, costs = bound(name, good), [], Costs()
     for seed in range(first, first + count):
         try:
-            seconds = check(case, Random(f"{name} {seed}"), tmp_path / "case")
-            if seconds > PROCESSOR_SECONDS:
-                seconds = min(seconds, check(case, Random(f"{name} {seed}"), tmp_path / "case"))
-                assert seconds <= PROCESSOR_SECONDS, f"{seconds:.1f} s of the processor"
-            slowest = max(slowest, (seconds, seed))
+            cost = check(case, Random(f"{name} {seed}"), tmp_path / "case")
+            if cost.seconds[0] > PROCESSOR_SECONDS:
+                cost = min(cost, check(case, Random(f"{name} {seed}"), tmp_path / "case"), key=lambda one: one.seconds)
+            costs.add(cost, seed)
+            assert cost.seconds[0] <= PROCESSOR_SECONDS, f"{cost.seconds[0]:.1f} s of the processor"
         except (Exception, HangError) as error:
             faults.append(f"seed {seed}: {type(error).__name__}: {str(error)[:300]}")
     with capsys.disabled():
-        print(f"\n{name}: seeds {first} to {first + count - 1}, the slowest {slowest[1]} in {slowest[0]:.2f} s")
+        print(f"\n{name}: seeds {first} to {first + count - 1}: {costs}; {len(faults)} beyond the bounds")
     assert not faults, "\n".join(faults)

@@ -1,10 +1,18 @@
 """A run folder from anybody whose texts would steer a terminal, forge lines or run in a page: they are shown."""
 
+import errno
 import json
+import os
+import pty
 import shutil
 import sys
+import termios
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,6 +21,7 @@ from tests.train.tiny import recipe, run
 from xscale.cli.main import main
 from xscale.core.compose import dump
 from xscale.core.config import encode
+from xscale.core.errors import ConfigError, FaultError, NoticeWarning
 from xscale.core.say import say, shown
 
 ESCAPE = "\x1b[2J\x1b]0;mine\x07\x9b31m\u202e"
@@ -108,6 +117,64 @@ def test_no_command_lets_a_run_folder_steer_a_terminal(
         assert "<script>alert" not in content
         assert "<img src=x" not in content
         assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(content)
+
+
+@contextmanager
+def read_terminal() -> Iterator[Callable[[], str]]:
+    """A terminal as standard output, and what it has received."""
+    host, terminal = pty.openpty()
+    settings = termios.tcgetattr(terminal)
+    # Bytes as they are written: no return before each newline.
+    settings[1] &= ~termios.OPOST
+    termios.tcsetattr(terminal, termios.TCSANOW, settings)
+    try:
+        with open(terminal, "w", encoding="utf-8") as stream, mock.patch.object(sys, "stdout", stream):
+            yield lambda: os.read(host, 1 << 16).decode()
+    finally:
+        os.close(host)
+
+
+def test_a_generated_text_steers_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal it is shown; a file or a program gets it as it is."""
+    monkeypatch.setattr("xscale.generate.generate_text.generate_text", lambda *_, **__: f"one {ESCAPE}\n\t\rtwo é 😀")
+    words = ["generate", str(tmp_path), "a"]
+    with read_terminal() as received:
+        assert sys.stdout.isatty()
+        status, _ = command(words, monkeypatch, capsys)
+        assert status == 0
+        assert received() == f"one {shown(ESCAPE)}\n\t\\rtwo é 😀\n"
+    assert command(words, monkeypatch, capsys) == (0, f"one {ESCAPE}\n\t\rtwo é 😀\n")
+
+
+def refuse() -> None:
+    raise ConfigError(f"key{ESCAPE}", f"the value {ESCAPE} is wrong", f"Give another than {ESCAPE}.")
+
+
+def fail() -> None:
+    raise FaultError(f"/folder{ESCAPE}: damaged")
+
+
+def meet_a_full_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", f"/folder{ESCAPE}")
+
+
+def warn() -> None:
+    warnings.warn(NoticeWarning(f"the key {ESCAPE} is new"), stacklevel=1)
+    raise FaultError("ended")
+
+
+@pytest.mark.parametrize("act", [refuse, fail, meet_a_full_disk, warn], ids=lambda act: act.__name__)
+def test_no_error_or_warning_steers_a_terminal(
+    act: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["xscale"])
+    with pytest.raises(SystemExit):
+        main(act)
+    said = capsys.readouterr().err
+    assert shown(ESCAPE) in said
+    assert shown(said) == said
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ FOREIGN = "a library opens files of a model that the user names, of which this p
 RESULTS = "results and inputs of a benchmark, in a folder that the user names"
 OF_PACKAGE = "a file of this package, or of the user's that is no run's"
 OF_FILES = "of the tokenizer that a run has opened, whose tokens no change of a recipe that could be tried gives it"
+ROUTES = "a file of routes that the user names, which may be shared by a link and is only mapped"
 CORPUS = "a corpus that the user names, its prepared data, or the example of a source in a temporary folder"
 BENT: dict[str, dict[str, str]] = {
     # law -> {path, `path: what` or `path:function`: the reason}
@@ -135,6 +136,7 @@ BENT: dict[str, dict[str, str]] = {
         "plugins/xscale_tinybert/resumable_file.py: .open": CORPUS,
         "xscale/data/corpus/corpus_state.py: open": CORPUS,
         "xscale/data/indexed.py: numpy.memmap": CORPUS,
+        "xscale/data/routes/read.py: .open": ROUTES,
         "xscale/data/source/files.py: open": CORPUS,
         "xscale/data/source/files.py: gzip.open": CORPUS,
         "xscale/data/source/jsonl.py: .write_text": CORPUS,
@@ -150,7 +152,7 @@ BENT: dict[str, dict[str, str]] = {
         "xscale/checkpoint/disk.py: os.open": "a folder, whose entries are flushed",
         "xscale/checkpoint/in_memory.py: os.open": "read and write, in a folder of /dev/shm that is this user's alone",
         "xscale/checkpoint/torch_file.py: .open": "a record of an archive that is open",
-        "xscale/train/compile_cache.py: open_regular": "a library of torch.compile's cache, which is no run's",
+        "xscale/train/compile_cache.py: open_regular": "a file of torch.compile's cache, which is no run's",
         "launch/xscale_launch/nodes/gpu_env.py: .read_text": "the system's files of its devices",
         "launch/xscale_launch/nodes/gpu_env.py: os.open": "a device of a GPU",
         "launch/xscale_launch/supervise.py: .read_text": "the system's files of its processes",

@@ -1,4 +1,4 @@
-"""Law 12: what is read runs nothing; one file each decodes JSON, reads YAML, removes, and opens a run's files."""
+"""Law 12: what is read runs nothing; one file each decodes JSON, reads YAML, removes, opens and prints."""
 
 import ast
 from collections.abc import Iterator
@@ -93,6 +93,9 @@ LIBRARIES_METHODS = {"save_pretrained", "from_pretrained", "export_chrome_trace"
 """Methods of libraries that open a file by its name."""
 FOLLOWING = {"open_regular", "read_regular"}
 """Functions for the files that a user names, which may be links."""
+PRINTER = "launch/xscale_launch/command.py"
+"""What the launcher prints may be from a run folder, a log or a node: a terminal shows it, and carries out nothing."""
+PRINTS = {"print", "sys.stdout.write", "sys.stderr.write"}
 REMOVES = {"shutil.rmtree", "os.remove", "os.unlink", "os.rmdir", "os.removedirs"}
 REMOVING_METHODS = {"unlink", "rmdir", "rmtree"}
 
@@ -200,6 +203,17 @@ def openers_of(file: File) -> Iterator[tuple[ast.AST, str]]:
             yield node, name.rpartition(".")[2]
 
 
+def printers(root: Path) -> dict[str, str]:
+    """Ways in which the launcher prints other than by `write` and `say`."""
+    others = [file for file in files(root, ("launch",)) if file.path != PRINTER]
+    return {
+        file.at(node, name): name
+        for file in others
+        for node in file.nodes
+        if isinstance(node, ast.Call) and (name := full_name(node.func, meaning(file))) in PRINTS
+    }
+
+
 def removals(root: Path) -> dict[str, str]:
     others = [file for file in files(root) if file.path not in REMOVAL]
     return {file.at(node, what): what for file in others for node, what in removals_of(file)}
@@ -275,6 +289,17 @@ def test_an_opener_that_follows_links_is_found(tmp_path: Path, text: str) -> Non
     assert openers(plant(tmp_path, xscale__observe__bad=text))
     assert openers(plant(tmp_path / "launcher", launch__xscale_launch__bad=text))
     assert not openers(plant(tmp_path / "elsewhere", xscale__convert__bad=text))
+
+
+def test_the_launcher_prints_in_one_way() -> None:
+    assert unbent("one printer", printers(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["print('a')", "import sys\nsys.stderr.write('a')", "from sys import stdout\nstdout.write('a')"]
+)
+def test_a_printer_is_found(tmp_path: Path, text: str) -> None:
+    assert printers(plant(tmp_path, launch__xscale_launch__bad=text))
 
 
 def test_files_are_removed_in_one_place() -> None:

@@ -27,10 +27,15 @@ def declared_seams(root: Path) -> set[str]:
     for file in files(root):
         for owner in classes(file):
             for line in owner.body:
-                if isinstance(line, ast.AnnAssign) and getattr(line.target, "id", "") == "seams":
+                if isinstance(line, ast.Assign | ast.AnnAssign) and line.value is not None and sets_seams(line):
                     assert isinstance(line.value, ast.Dict), f"{owner.name}: `seams` gives each seam its role"
                     names |= {ast.literal_eval(key) for key in line.value.keys if key is not None}
     return names
+
+
+def sets_seams(line: ast.Assign | ast.AnnAssign) -> bool:
+    targets = line.targets if isinstance(line, ast.Assign) else [line.target]
+    return [getattr(target, "id", "") for target in targets] == ["seams"]
 
 
 def methods_of_modules(root: Path) -> set[str]:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from xscale.measure.device import DEVICES, peak_flops
+from xscale.core.errors import ConfigError
+from xscale.measure.device import ASSUMED, DEVICES, GIVEN, peak_flops
 from xscale.planning.plan import Hardware
 
 
@@ -41,3 +42,34 @@ def test_a_plan_takes_the_precision_of_the_recipe(precision: str) -> None:
     device = Hardware(device="h100").resolve(settings)
     assert device is not None
     assert device.tf32 == (precision == "high")
+
+
+SETTINGS: Any = SimpleNamespace(precision=SimpleNamespace(compute="bfloat16", float32_matmul="highest"))
+STATED = {"flops": 5e14, "memory": 9.6e10, "bandwidth": 4e12}
+
+
+@pytest.mark.parametrize("absent", [*STATED, "all"])
+def test_a_device_that_is_not_known_is_refused_with_those_that_are_and_how_to_state_it(absent: str) -> None:
+    figures = {} if absent == "all" else {name: value for name, value in STATED.items() if name != absent}
+    with pytest.raises(ConfigError) as refused:
+        Hardware("v9", **figures).resolve(SETTINGS)
+    (problem,) = refused.value.problems
+    assert problem.what == "'v9' is not in the table of devices"
+    for word in (*DEVICES, "cpu", "--flops", "--memory", "--bandwidth"):
+        assert word in problem.fix
+
+
+def test_a_device_that_is_stated_has_these_figures_and_says_which_are_assumed() -> None:
+    device = Hardware("v9", **STATED, node=4).resolve(SETTINGS)
+    assert device is not None
+    assert {name: getattr(device, name) for name in STATED} == STATED
+    assert (device.name, device.node, device.timed) == ("v9", 4, True)
+    assert {device.sources[name] for name in (*STATED, "node")} == {GIVEN}
+    assert all("assumed" in device.sources[name] for name in ("link", "network", *ASSUMED))
+
+
+def test_the_figures_of_a_known_device_can_be_replaced() -> None:
+    device = Hardware("h100", flops=1e15).resolve(SETTINGS)
+    assert device is not None
+    assert (device.flops, device.sources["flops"]) == (1e15, GIVEN)
+    assert device.bandwidth == DEVICES["h100"].bandwidth

@@ -25,7 +25,7 @@ from xscale.nn.module import substitute
 from xscale.parallel import deepep
 from xscale.parallel.config import ParallelConfig, PrecisionConfig
 from xscale.parallel.expert import AllToAll
-from xscale.planning.simulate_step import BalancedAllToAll, balance_routing
+from xscale.planning.balanced_routing import BalancedAllToAll, balance_routing
 
 TOKEN_ROUTERS = [name for name in ROUTERS.names() if ROUTERS.get(name).traits.choice == "token"]
 

@@ -53,6 +53,12 @@ def evolved(kind: str) -> dict[str, Any]:
     return {"kind": kind, "width": 32, "position": "learned", "stack": stack}
 
 
+def separable(kind: str) -> dict[str, Any]:
+    """Attention, and the transition of separable convolutions."""
+    block = {"mixer": ATTENTION, "ffn": {"kind": "separable_conv", "hidden": 48}, "dropout": 0.1}
+    return {"kind": kind, "width": 32, "position": "learned", "stack": {"depth": 2, "block": block}}
+
+
 CONVOLUTIONS = ["light", "dynamic", "wide", "dilated"]
 MODELS = {
     "decoder": model(CONVOLUTIONS),
@@ -60,6 +66,8 @@ MODELS = {
     "branches": model(["branches", "branches"]),
     "evolved": evolved("decoder"),
     "evolved encoder": evolved("encoder"),
+    "separable": separable("decoder"),
+    "separable encoder": separable("encoder"),
     "recurrent": model(["recurrent", "softmax"], recurrent=RECURRENT, softmax=ATTENTION),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -79,6 +87,7 @@ QUICK = {
     ("branches", "cp tp"),
     ("recurrent", "cp"),
     ("evolved", "cp"),
+    ("separable encoder", "cp tp"),
 }
 NOT_OVER_TP = ("recurrent", "evolved", "evolved encoder")
 CASES = [

@@ -32,6 +32,18 @@ def decoding(stack: Sections | None = None, *, model: Sections = ENCODER, **bloc
     return {**model, "stack": {**ENCODER["stack"], **whole}}
 
 
+def remembering(stack: Sections | None = None, *, model: Sections = DECODER) -> Sections:
+    """A model, a decoder if no other is given, that reads a memory of the segments before."""
+    whole = {"segment_memory": {"length": 8}, **(stack or {})}
+    return {**model, "stack": {**DECODER["stack"], **whole}}
+
+
+def compressed(memory: Sections | None = None, **values: Any) -> Sections:
+    """A decoder whose memory is compressed."""
+    compression = {"slots": 4, "rate": 2, **values}
+    return remembering({"segment_memory": {"length": 8, "compression": compression, **(memory or {})}})
+
+
 def attention(**values: Any) -> Sections:
     """Attention of four heads."""
     return {"kind": "attention", "heads": 4, **values}
@@ -93,6 +105,25 @@ DEPTHS: dict[str, Sections] = {
         "width": 30,
     },
     "heads that quaternions do not share": decoder({"linear_maps": "quaternion"}, mixer=attention(heads=16)),
+    "memory of a bidirectional model": remembering(model=ENCODER),
+    "memory of an encoder's output": {**PAIR, "decoder": {**PAIR["decoder"], "segment_memory": {"length": 8}}},
+    "memory of tokens that halt": remembering({"halting": {}}),
+    "memory without a block's position": remembering({"block": {**BLOCK, "position": {"kind": "sinusoidal"}}}),
+    "memory of a mixer of its own tokens": remembering({"block": {**BLOCK, "mixer": {"kind": "mamba2"}}}),
+    "memory of a core of its own tokens": remembering({"block": {**BLOCK, "mixer": attention(core="linear")}}),
+    "memory of keys that are queries": remembering({"block": {**BLOCK, "mixer": attention(shared_qk=True)}}),
+    "memory without distances": {**remembering(), "position": {"kind": "alibi"}},
+    "memory of parallel sublayers": remembering({"block": {**BLOCK, "residual": "parallel"}}),
+    "a memory in windows that no segment has": compressed(rate=3),
+    "a compression that nothing trains": compressed(loss_weight=0.0),
+    "a compressed memory in evaluation alone": compressed({"eval_length": 16}),
+    "a summary for no block": decoder({"segment_summary": {"layer": 4}}),
+    "a summary beside a memory": remembering({"segment_summary": {}}),
+    "a summary for a mixer of its own tokens": decoder({"segment_summary": {}}, mixer={"kind": "mamba2"}),
+    "a summary of later segments": {**ENCODER, "stack": {**ENCODER["stack"], "segment_summary": {}}},
+    "feedback beside a memory": remembering({"feedback": {"length": 8}}),
+    "feedback of exits": decoder({"feedback": {"length": 8}, "exits": {}}),
+    "feedback for a mixer of its own tokens": decoder({"feedback": {"length": 8}}, mixer={"kind": "mamba2"}),
     "windows of later tokens": pooled(model=DECODER),
     "windows of tokens that halt": pooled({"halting": {}}),
     "windows of tokens that leave": pooled({"exits": {}}),

@@ -16,6 +16,7 @@ from tests.requirements.sections import (
     decoder,
     encoder,
 )
+from tests.requirements.stream_refusals import STREAMS
 from xscale.core.config import decode
 from xscale.recipe import Recipe
 
@@ -23,6 +24,7 @@ REFUSALS: dict[str, tuple[str, Sections, int]] = {
     **LAYOUTS,
     **PARTS,
     **OBJECTIVES,
+    **STREAMS,
     "a signal of an odd width": (
         "model_fits_itself",
         {
@@ -58,6 +60,7 @@ REFUSALS: dict[str, tuple[str, Sections, int]] = {
         {"model": decoder({"exits": {"norm": True}}, norm={"kind": "batch"})},
         1,
     ),
+    "versions of texts without choices": ("texts_with_versions_have_choices", {"data": {"dupe_factor": 10}}, 1),
     "an objective for an encoder": ("objective_goes_with_model", {"objective": {"kind": "masked"}}, 1),
     "an objective with a source": ("objective_goes_with_model", {"objective": {"kind": "span"}}, 1),
     "a causal model without a source": ("objective_goes_with_model", {"model": PAIR}, 1),

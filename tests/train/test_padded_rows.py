@@ -46,7 +46,8 @@ def variant(recipe: Recipe, name: str) -> Recipe:
     if (labels := PADDED[name].traits.labels) is not None:
         source = {"kind": "labelled", "paths": ["x"], "labels": labels}
     sections["data"] |= {"source": source, "cross_documents": False, "folder": "x"}
-    sections["data"] |= {"split_sentences": False, "max_source_length": None, "max_target_length": None}
+    sections["data"] |= {"split_sentences": False, "dupe_factor": None}
+    sections["data"] |= {"max_source_length": None, "max_target_length": None}
     return decode(Recipe, sections)
 
 

@@ -195,4 +195,4 @@ def test_the_run_has_what_could_differ() -> None:
     made = MODELS["mixture"]
     assert made["stack"]["block"]["dropout"] > 0
     assert made["stack"]["rules"][0]["ffn"]["router"]["jitter"] > 0
-    assert recipe(Path("nowhere"), "run").data.shuffle
+    assert recipe(Path("nowhere"), "run").data.order == "shuffled"

@@ -8,12 +8,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
 import pydantic
 
 from xscale.bench.train import TrainingSpeed
-from xscale.core.config import Config, decode
+from xscale.core.config import Config, NonNegativeInt, decode
 from xscale.core.errors import ConfigError, FaultError, nearest
 from xscale.core.paths import PathText
 from xscale.core.yaml_reader import parse
@@ -27,9 +27,7 @@ class Comparison(Config):
     """Config of the run that all variants override; a path relative to this file."""
     dir: PathText = "runs/compare"
     """Folder of the runs, the table and the figure."""
-    seeds: tuple[Annotated[int, pydantic.Field(ge=0)], ...] = pydantic.Field(
-        default=(0, 1, 2), min_length=1
-    )
+    seeds: tuple[NonNegativeInt, ...] = pydantic.Field(default=(0, 1, 2), min_length=1)
     """Each variant is trained once per seed."""
     reference: str
     """Variant whose final validation loss is the target of the others."""

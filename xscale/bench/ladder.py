@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -19,7 +19,7 @@ from xscale.bench.scaling_fit import (
     ScalingFit,
     fit_scaling_law,
 )
-from xscale.core.config import Config, decode
+from xscale.core.config import Config, NonNegativeInt, PositiveFloat, PositiveInt, decode
 from xscale.core.errors import ConfigError, Problem, nearest
 from xscale.core.paths import PathText
 from xscale.core.yaml_reader import parse
@@ -32,9 +32,7 @@ class Ladder(Config):
     """Config of the run that all sizes override; a path relative to this file."""
     dir: PathText = "runs/ladder"
     """Folder of the runs, the report and the JSON."""
-    seeds: tuple[Annotated[int, pydantic.Field(ge=0)], ...] = pydantic.Field(
-        default=(0,), min_length=1
-    )
+    seeds: tuple[NonNegativeInt, ...] = pydantic.Field(default=(0,), min_length=1)
     """Each run is trained once per seed."""
     overrides: tuple[str, ...] = ()
     """Overrides of all runs, as on the command line."""
@@ -42,9 +40,9 @@ class Ladder(Config):
     """Name of each size, from small to large -> its overrides."""
     experts: dict[str, tuple[str, ...]] = pydantic.Field(default={"dense": ()}, min_length=1)
     """Name of each kind of feed-forward layer -> overrides on top of those of a size; each has a fit of its own."""
-    tokens: tuple[Annotated[int, pydantic.Field(ge=1)], ...] = ()
+    tokens: tuple[PositiveInt, ...] = ()
     """Training tokens of the runs of each size, rounded to whole steps."""
-    tokens_per_parameter: tuple[Annotated[float, pydantic.Field(gt=0)], ...] = ()
+    tokens_per_parameter: tuple[PositiveFloat, ...] = ()
     """Training tokens for each active parameter, in place of `tokens`."""
     held_out: tuple[str, ...] = ()
     """Sizes that are predicted by the fit of the others."""

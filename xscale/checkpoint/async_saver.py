@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -219,12 +218,7 @@ class AsyncSaver:
     def __enter__(self) -> "AsyncSaver":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for the last save; after a failure of the run only ABANDON_SECONDS, since a lost rank never answers.
 
         The traceback comes first, as the launcher may kill this rank before the wait is over.

@@ -7,16 +7,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from xscale.core.errors import FaultError, plain
+from xscale.core.files.file_errors import REMEDIES, disk_reason, disk_remedy
 from xscale.mesh.consensus import Consensus
 
+SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Errors that fewer checkpoints may end."""
 KEEP_LESS = "keep fewer checkpoints (checkpoint.keep_last) or give another run.dir."
 FIXES = {
-    errno.ENOSPC: f"Free space on that disk, {KEEP_LESS}",
-    errno.EDQUOT: f"Free space within that quota, {KEEP_LESS}",
-    errno.EFBIG: "Raise the limit on file sizes (ulimit -f) or give another run.dir.",
-    errno.EROFS: "Mount it for writing or give a run.dir that can be written.",
-    errno.EACCES: "Give a run.dir in which this user may write.",
-    errno.EPERM: "Give a run.dir in which this user may write.",
     errno.ENOENT: "Put the folder back (was it deleted or unmounted during the run?) or give another run.dir.",
 }
 
@@ -49,11 +46,14 @@ class DamageError(CheckpointError):
 def explain(path: Path, error: OSError, doing: str = "written") -> CheckpointError:
     """The CheckpointError for an error of the file system, with its usual fix."""
     fix = FIXES.get(error.errno or 0, "Check the disk, or give another run.dir.")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) and doing.startswith("written"):
+    if error.errno in REMEDIES:
+        more = KEEP_LESS if error.errno in SPACE else "or give another run.dir."
+        fix = f"{disk_remedy(error, path)}, {more}"
+    if error.errno in SPACE and doing.startswith("written"):
         folder = shlex.quote(str(path.parent))
         fix += f" `xscale checkpoint prune {folder} --keep-last 1` deletes the older checkpoints."
     return CheckpointError(
-        path, f"the checkpoint cannot be {doing}: {error.strerror or error}", fix
+        path, f"the checkpoint cannot be {doing}: {disk_reason(error, path)}", fix
     )
 
 

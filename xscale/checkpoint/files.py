@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -142,10 +141,5 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

@@ -47,14 +47,14 @@ def is_complete(path: Path, *, hashes: bool = False) -> bool:
 
 
 def delete_excess(
-    folder: Path, keep_last: int | None, keep_every: int | None, disk: Disk, *, hashes: bool = False
+    folder: Path, keep_last: int | None, keep_every: int | None, disk: Disk
 ) -> list[Path]:
     """Delete `excess` and return the deleted paths.
 
     A checkpoint is hidden before it is deleted, so that a kill never leaves an incomplete one visible.
     """
-    rows = excess(folder, keep_last, keep_every, hashes=hashes)
-    return [path for step, path in rows if _delete(folder, step, path, disk)]
+    rows = excess(folder, keep_last, keep_every)
+    return [path for step, path in rows if delete(folder, step, path, disk)]
 
 
 def make_room(
@@ -72,7 +72,7 @@ def make_room(
             step, path = next(rows, (None, None))
             if step is None or path is None:
                 raise
-            _delete(folder, step, path, disk)
+            delete(folder, step, path, disk)
 
 
 def _expendable(folder: Path, keep_last: int, keep_every: int | None) -> Iterator[tuple[int, Path]]:
@@ -80,7 +80,7 @@ def _expendable(folder: Path, keep_last: int, keep_every: int | None) -> Iterato
     yield from excess(folder, max(2, keep_last - 1), keep_every, hashes=True)
 
 
-def _delete(folder: Path, step: int, path: Path, disk: Disk) -> bool:
+def delete(folder: Path, step: int, path: Path, disk: Disk) -> bool:
     """Hide a checkpoint and delete it; false where it cannot be hidden."""
     hidden = hidden_folder(folder, step, "deleting")
     disk.delete(hidden)

@@ -68,6 +68,26 @@ Stride = Annotated[
     ),
 ]
 
+RecordRoutes = Annotated[
+    Path | None,
+    typer.Option(
+        "--record-routes",
+        help="Write the experts of each token to a file, for router replay (moe.replay.file).",
+        parser=path,
+    ),
+]
+ReplayRoutes = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay-routes", help="Use the experts of a file of routes, not the routers.", parser=path
+    ),
+]
+TrainingSamples = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="With --record-routes: also record the first so many samples of training."
+    ),
+]
 TaskNames = Annotated[
     str | None, typer.Option("--tasks", help="Tasks of lm_eval, such as hellaswag,arc_easy.")
 ]
@@ -102,6 +122,9 @@ def evaluate(
     shots: Shots = None,
     limit: Limit = None,
     task_folder: TaskFolder = None,
+    record_routes: RecordRoutes = None,
+    training_samples: TrainingSamples = None,
+    replay_routes: ReplayRoutes = None,
     ema: Ema = False,
     as_json: Json = False,
     plugins: Plugins = False,
@@ -116,12 +139,17 @@ def evaluate(
     metrics. With --budgets it prints a line for each budget of the gates: the fraction of the sublayers that tokens
     were computed in, and the same numbers.
     With --bleu it prints the BLEU of the targets that a run on pairs writes, and that of its sources as they stand.
-    With --tasks it prints the metrics of tasks of lm_eval.
+    With --tasks it prints the metrics of tasks of lm_eval. With --record-routes it also writes the experts of the
+    tokens to a file.
     """
     rank_from_launcher()
     modes = {"--exits": exits, "--budgets": budgets, "--bleu": bleu}
     has_window = window is not None
-    _check_modes({**modes, "--window": has_window, "--tasks": tasks is not None}, ema=ema)
+    modes |= {"--window": has_window, "--tasks": tasks is not None}
+    _check_modes(modes, ema=ema)
+    of_loss = {"--record-routes": record_routes, "--replay-routes": replay_routes}
+    is_other = any(modes.values())
+    _refuse_without("", "routes are those of an evaluation of the loss", of_loss, not is_other)
     search = {"--beams": beams, "--length-penalty": length_penalty, "--penalty-form": penalty_form}
     _refuse_without("--bleu", "it is that of the search for BLEU", search, bleu)
     of_exits = {"--thresholds": thresholds}
@@ -130,6 +158,9 @@ def evaluate(
     _refuse_without("--window", "is the distance of sliding windows", of_windows, has_window)
     of_tasks = {"--shots": shots, "--limit": limit, "--task-folder": task_folder}
     _refuse_without("--tasks", "it is for tasks of lm_eval", of_tasks, tasks is not None)
+    of_routes = {"--training-samples": training_samples}
+    what = "their routes are recorded, and nothing is evaluated on them"
+    _refuse_without("--record-routes", what, of_routes, record_routes is not None)
     count = sequences or None
     run = checkpoint_to_read(run, step, strict)
     if bleu:
@@ -144,7 +175,12 @@ def evaluate(
         _refuse_without("", "tasks have examples of their own", of_text, False)
         _evaluate_tasks(run, tasks, shots, limit, task_folder, plugins, ema=ema)
     else:
-        _evaluate_loss(run, count, window, stride, data, plugins, ema=ema)
+        routes = {
+            "record_routes": record_routes,
+            "training_samples": training_samples or 0,
+            "replay_routes": replay_routes,
+        }
+        _evaluate_loss(run, count, window, stride, data, plugins, ema=ema, routes=routes)
 
 
 def _refuse_without(mode: str, what: str, options: Mapping[str, object], chosen: bool) -> None:
@@ -179,14 +215,18 @@ def _evaluate_loss(
     plugins: bool,
     *,
     ema: bool,
+    routes: Mapping[str, Any],
 ) -> None:
-    """Print loss, perplexity and bits per byte as JSON, of sequences as in training or with a sliding window."""
+    """Print loss, perplexity and bits per byte as JSON, of sequences as in training or with a sliding window.
+
+    `routes`: the arguments of `evaluate_run` that are about routes.
+    """
     from xscale.mesh.environment import read_rank_info
 
     if window is None:
         from xscale.evaluate.evaluate_run import evaluate_run
 
-        result = evaluate_run(run, limit, source=data, plugins=plugins, ema=ema)
+        result = evaluate_run(run, limit, source=data, plugins=plugins, ema=ema, **routes)
     else:
         from xscale.evaluate.sliding_window import evaluate_windows
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -17,6 +18,7 @@ from xscale.cli.terminal.options import (
     checkpoint_to_read,
 )
 from xscale.core.errors import ConfigError, Problem
+from xscale.core.paths import path
 from xscale.core.say import say, say_aside
 
 TopP = Annotated[
@@ -74,6 +76,12 @@ Compile = Annotated[
     bool,
     typer.Option("--compile", help="Compile the step of the static cache, once, by torch.compile."),
 ]
+ReplayRoutes = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay-routes", help="Use the experts of a file of routes, not the routers.", parser=path
+    ),
+]
 
 
 def generate(
@@ -93,6 +101,7 @@ def generate(
     exits: Exits = True,
     cache: Cache = "auto",
     compile: Compile = False,
+    replay_routes: ReplayRoutes = None,
     ema: Ema = False,
     plugins: Plugins = False,
     step: Step = None,
@@ -132,6 +141,7 @@ def generate(
             repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
             plugins=plugins,
             say=say_aside,
+            replay_routes=replay_routes,
         )
     )
 

@@ -42,6 +42,7 @@ from xscale.core.errors import (
 )
 from xscale.core.files.file_errors import OF_THE_DISK, file_sentence
 from xscale.core.key_words.renamed import RenamedWarning
+from xscale.core.say import say_aside
 from xscale.core.version import __version__
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def show_renamed_once(show: Callable[..., None]) -> Callable[..., None]:
             show(message, category, *location, **options)
             return
         if str(message) not in shown and _speaking_rank().is_rank0:
-            print(f"xscale: warning: {message}", file=sys.stderr, flush=True)
+            say_aside(f"xscale: warning: {message}")
         shown.add(str(message))
 
     return show_warning
@@ -257,7 +258,8 @@ def _print_errors(sentences: list[str], *, same_on_all_ranks: bool) -> None:
     prefix = (
         "xscale" if rank.is_single_process or same_on_all_ranks else f"xscale (rank {rank.rank})"
     )
-    print("\n".join(f"{prefix}: {sentence}" for sentence in sentences), file=sys.stderr, flush=True)
+    # A sentence may quote a path or a file, which may be from anyone.
+    say_aside("\n".join(f"{prefix}: {sentence}" for sentence in sentences))
 
 
 if __name__ == "__main__":

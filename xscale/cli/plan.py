@@ -18,8 +18,9 @@ World = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        help="h100, h200, a100 or cpu: estimate step time and check memory.",
-        autocompletion=one_of("h100", "h200", "a100", "cpu"),
+        help="h100, h200, a100, b200, cpu, or another one by --flops, --memory and --bandwidth: estimate step time and "
+        "check memory.",
+        autocompletion=one_of("h100", "h200", "a100", "b200", "cpu"),
     ),
 ]
 Draw = Annotated[
@@ -35,6 +36,12 @@ Link = Annotated[
     float | None, typer.Option(help="Bandwidth between devices of a node, in GB/s, one way.")
 ]
 Network = Annotated[float | None, typer.Option(help="Bandwidth between nodes per device, in GB/s.")]
+Flops = Annotated[
+    float | None, typer.Option(help="TFLOP/s of a device in dense matmuls of bfloat16.")
+]
+Bandwidth = Annotated[
+    float | None, typer.Option(help="Bandwidth between a device and its memory, in GB/s.")
+]
 Check = Annotated[
     bool, typer.Option("--check", help="Only validate the config; skip memory and time.")
 ]
@@ -60,6 +67,8 @@ def plan(
     node: Node = None,
     link: Link = None,
     network: Network = None,
+    flops: Flops = None,
+    bandwidth: Bandwidth = None,
     check: Check = False,
     search: Search = False,
     best: Best = 4,
@@ -75,8 +84,11 @@ def plan(
     if check:
         options = {"--device": device, "--draw": draw, "--memory": memory, "--node": node}
         options |= {"--link": link, "--search": search or None, "--network": network}
+        options |= {"--flops": flops, "--bandwidth": bandwidth}
         _require_check_alone(options)
-    machine = None if check else commands.hardware(device, memory, node, link, network)
+    machine = (
+        None if check else commands.hardware(device, memory, node, link, network, flops, bandwidth)
+    )
     if members is not None:
         if search or draw is not None:
             what = "cannot be combined with --search or --draw"

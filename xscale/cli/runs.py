@@ -79,7 +79,7 @@ def report(
 
     folders = find_runs(runs)
     path = output or (folders[0] / REPORT_FILE if len(folders) == 1 else Path("comparison.html"))
-    with reporting_full_disk(path, "Free space, or give another file with --output."):
+    with reporting_full_disk(path, "give another file with --output."):
         built = (
             build_report(folders[0], path) if len(folders) == 1 else build_comparison(folders, path)
         )

@@ -27,11 +27,14 @@ def hardware(
     node: int | None,
     link: float | None,
     network: float | None,
+    flops: float | None = None,
+    bandwidth: float | None = None,
 ) -> "Hardware":
-    """Build the hardware from the options, in GB and GB/s; ConfigError for an option that needs --device."""
+    """Build the hardware from the options, in GB, GB/s and TFLOP/s; ConfigError for an option that needs --device."""
     from xscale.planning import Hardware
 
     giga = {"--memory": memory, "--link": link, "--network": network, "--node": node}
+    giga |= {"--flops": flops, "--bandwidth": bandwidth}
     options = [name for name, value in giga.items() if value is not None]
     speeds = [name for name in options if name != "--memory"]
     if speeds and device is None:
@@ -39,10 +42,12 @@ def hardware(
     for name in options:
         if giga[name] is not None and not giga[name] > 0:  # type: ignore[operator]
             raise ConfigError(name, f"must be greater than 0, got {giga[name]}")
-    memory, link, network = (
-        None if giga_value is None else giga_value * 1e9 for giga_value in (memory, link, network)
+    memory, link, network, bandwidth = (
+        None if giga_value is None else giga_value * 1e9
+        for giga_value in (memory, link, network, bandwidth)
     )
-    return Hardware(device, memory, node, link, network)
+    flops = None if flops is None else flops * 1e12
+    return Hardware(device, memory, node, link, network, flops, bandwidth)
 
 
 def run(

@@ -13,7 +13,8 @@ from xscale.checkpoint.load import CheckpointReader, read_config, read_state
 from xscale.checkpoint.tools.tools import find_checkpoint
 from xscale.checkpoint.torch_file import load_torch_file
 from xscale.core.errors import EXIT_DONE, ConfigError
-from xscale.core.files.file_safety import open_regular, remove_folder
+from xscale.core.files.atomic_write import writing_folder
+from xscale.core.files.file_safety import open_regular
 from xscale.core.foreign import foreign_errors
 
 WRITTEN_FOR = "0.19.8"
@@ -58,37 +59,36 @@ def export_universal(path: Path, out: Path, *, say: Callable[[str], None] = prin
         )
     names = [name.removeprefix("model.") for name in opened.entries if name.startswith("model.")]
     step = int(read_state(path)["optimizer"]["step"])
-    final, out = out, out.with_name(f".{out.name}.writing")
-    remove_folder(out.parent, out.name)
-    for name in names:
-        folder = out / PARAMETERS_FOLDER / name
-        folder.mkdir(parents=True)
-        torch.save({"param": opened.tensor(f"model.{name}").float()}, folder / "fp32.pt")
-        for state, deepspeed_state in STATES.items():
-            if f"optimizer.{state}.{name}" in opened.entries:
-                torch.save(
-                    {"param": opened.tensor(f"optimizer.{state}.{name}").float()},
-                    folder / f"{deepspeed_state}.pt",
-                )
-        torch.save(torch.tensor(float(step)), folder / "step.pt")
-    groups = _groups(config["optimizer"])
-    common = {
-        "param_groups": groups,
-        "ds_version": WRITTEN_FOR,
-        "clip_grad": 0.0,
-        "overflow": False,
-    }
-    state_dict = {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": groups}
-    torch.save(
-        {**common, "optimizer_state_dict": state_dict},
-        out / PARAMETERS_FOLDER / "optimizer_state.pt",
-    )
-    module = {name: opened.tensor(f"model.{name}").float() for name in names}
-    torch.save(_model_states(module, step), out / "mp_rank_00_model_states.pt")
-    (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    out.rename(final)
-    (final.parent / "latest_universal").write_text(final.name, encoding="utf-8")
-    say(f"{final}: {len(names)} parameters with their states at step {step}, bit for bit")
+    with writing_folder(out) as part:
+        for name in names:
+            folder = part / PARAMETERS_FOLDER / name
+            folder.mkdir(parents=True)
+            torch.save({"param": opened.tensor(f"model.{name}").float()}, folder / "fp32.pt")
+            for state, deepspeed_state in STATES.items():
+                if f"optimizer.{state}.{name}" in opened.entries:
+                    torch.save(
+                        {"param": opened.tensor(f"optimizer.{state}.{name}").float()},
+                        folder / f"{deepspeed_state}.pt",
+                    )
+            torch.save(torch.tensor(float(step)), folder / "step.pt")
+        groups = _groups(config["optimizer"])
+        common = {
+            "param_groups": groups,
+            "ds_version": WRITTEN_FOR,
+            "clip_grad": 0.0,
+            "overflow": False,
+        }
+        state_dict = {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": groups}
+        torch.save(
+            {**common, "optimizer_state_dict": state_dict},
+            part / PARAMETERS_FOLDER / "optimizer_state.pt",
+        )
+        module = {name: opened.tensor(f"model.{name}").float() for name in names}
+        torch.save(_model_states(module, step), part / "mp_rank_00_model_states.pt")
+        (part / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        part.rename(out)
+    (out.parent / "latest_universal").write_text(out.name, encoding="utf-8")
+    say(f"{out}: {len(names)} parameters with their states at step {step}, bit for bit")
     return EXIT_DONE
 
 

@@ -1,4 +1,7 @@
-"""Config schemas: frozen, strict pydantic models; a part of a family fills each `kind:` slot."""
+"""Config schemas: frozen, strict pydantic models; a part of a family fills each `kind:` slot.
+
+The numbers that most keys hold have a type each, which refuses what is out of bounds.
+"""
 
 import ast
 import functools
@@ -6,10 +9,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic
-from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from xscale.core.errors import ConfigError, nearest
@@ -17,6 +20,15 @@ from xscale.core.key_words.config_problems import PartFamily, problems_of_faults
 from xscale.core.key_words.renamed import rename_old_keys
 
 ConfigT = TypeVar("ConfigT", bound="Config")
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+"""From 0 to 1, both included."""
+FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
+"""From 0 to 1, without 1: of what is dropped, something is left."""
 
 FAMILY_MARK = "x-family"
 """Key in a JSON schema that refers to all parts of a family."""
@@ -74,7 +86,7 @@ def _shortest(config: Config) -> Any:
 
 
 class Slot:
-    """Annotation of a field that holds the config of any part of a family: `Annotated[Core.Config, Slot(CORES)]`.
+    """Annotation of a field that holds the config of any part of a family: `CoreSlot`.
 
     In data the slot is a mapping with a `kind`, or the kind alone for its defaults.
     """

@@ -3,7 +3,7 @@
 import os.path
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pydantic
 
@@ -30,6 +30,19 @@ def expand_path(path: str) -> str:
 
 PathText = Annotated[str, pydantic.AfterValidator(expand_path)]
 """A path in a config, also one with `*` in it."""
+
+
+def one_or_several(value: Any) -> Any:
+    """Return a text as a tuple of that text, and a list as a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+Texts = Annotated[tuple[str, ...], pydantic.BeforeValidator(one_or_several)]
+"""Texts in a config, which may have one without the brackets of a list."""
+PathTexts = Annotated[tuple[PathText, ...], pydantic.BeforeValidator(one_or_several)]
+"""Paths in a config, which may have one without the brackets of a list."""
 
 
 def path(text: str | Path) -> Path:

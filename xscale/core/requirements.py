@@ -47,6 +47,14 @@ def at_least(path: str, what: str, value: Any, *alternatives: Choice) -> Problem
     return Problem(path, what, "Higher values work too.", choices=take(value) + alternatives)
 
 
+def must_be_odd(path: str, value: int) -> list[Problem]:
+    """List why the value at `path` is no odd number of at least 1; the choice is the next one."""
+    if value >= 1 and value % 2:
+        return []
+    what = f"must be odd and positive, got {value}"
+    return [Problem(path, what, choices=take(max(1, value + 1 - value % 2)))]
+
+
 def must_divide(
     path: str, key: str, value: int, total: str, count: int, *alternatives: Choice, least: int = 1
 ) -> list[Problem]:

@@ -1,10 +1,10 @@
 """The `data:` section of a config: the source of text, the tokenizer and the length of samples."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
-from xscale.core.config import Config, Slot
+from xscale.core.config import Config, FractionBelowOne, PositiveFloat, PositiveInt, Slot
 from xscale.core.paths import PathText
 from xscale.data.source.source import SOURCES, Source
 from xscale.data.source.stdlib import Stdlib
@@ -17,12 +17,24 @@ class BlendItem(Config):
 
     prepared: PathText
     """Folder written by `xscale data prepare`, or path of an existing .bin/.idx pair without its ending."""
-    weight: float = pydantic.Field(default=1.0, gt=0)
+    weight: PositiveFloat = 1.0
     """Weight of the dataset, relative to the other weights."""
+
+
+Order = Literal["shuffled", "text", "streams"]
+"""Orders of the samples."""
+
+
+def fold_shuffle(shuffle: Any, order: Any) -> Any:
+    """Return the value of `order` for the old key `shuffle` and that of `order`; None: they contradict."""
+    folded = "text" if shuffle is False else "shuffled"
+    return folded if order in (None, folded) else None
 
 
 class DataConfig(Config):
     """Data for training and validation."""
+
+    folded = {"shuffle": ("order", fold_shuffle)}
 
     source: Annotated[Source.Config, Slot(SOURCES)] = Stdlib.Config()
     """Source of the documents."""
@@ -38,20 +50,20 @@ class DataConfig(Config):
     blend_rates: Literal["weights", "samples"] = "weights"
     """Rates at which the datasets of a blend are read: their weights, or their weights times their samples, which are
     pairs or packed texts (examples-proportional mixing, Raffel et al. 2020)."""
-    blend_limit: int | None = pydantic.Field(default=None, ge=1)
+    blend_limit: PositiveInt | None = None
     """K, the most samples that a dataset counts as in rates by samples; null: no limit."""
-    blend_temperature: float = pydantic.Field(default=1.0, gt=0)
+    blend_temperature: PositiveFloat = 1.0
     """T of temperature-scaled mixing (Raffel et al. 2020): rates are raised to the power of 1 / T, so that a high T
     makes them equal."""
-    sequence_length: int = pydantic.Field(default=512, ge=1)
+    sequence_length: PositiveInt = 512
     """Tokens in a sample (context length)."""
     max_source_length: int | None = pydantic.Field(default=None, ge=2)
     """Tokens of the source in a sample of pairs, with the end-of-document token: shorter ones are padded, longer ones
     truncated before that token; null: `sequence_length`."""
-    max_target_length: int | None = pydantic.Field(default=None, ge=1)
+    max_target_length: PositiveInt | None = None
     """Tokens of the target in a sample of pairs, with the end-of-document token: shorter ones are padded, longer ones
     truncated, so that the model is not trained to end there; null: `sequence_length`."""
-    validation: float = pydantic.Field(default=0.02, ge=0, lt=1)
+    validation: FractionBelowOne = 0.02
     """Fraction of the documents held out for validation, chosen by a hash of each document's text
     (or of `data.source.group_field` of labelled examples)."""
     split_sentences: bool = False
@@ -62,9 +74,15 @@ class DataConfig(Config):
     from_caller: bool = False
     """Whether the training samples are those of `xscale.train(recipe, data=...)`, which sets it; the tokenizer and the
     validation set are those of the source."""
-    shuffle: bool = True
-    """Shuffle the samples, differently in each epoch; false: in the order of the text."""
-    workers: int | None = pydantic.Field(default=None, ge=1)
+    dupe_factor: PositiveInt | None = None
+    """Versions of each text, in which the random choices of objective and sample (masks, spans, pairs of sentences) are
+    made once, and which its epochs go through in turn: static masking, with 10 in BERT; null: each epoch has choices of
+    its own (dynamic masking)."""
+    order: Order = "shuffled"
+    """Order of the training samples. shuffled: at random, differently in each epoch. text: as they stand in the text.
+    streams: row r of every batch reads consecutive segments of `sequence_length` tokens of a stream of its own, the
+    text from r / batch_size of it on, for models with memory of the segment before."""
+    workers: PositiveInt | None = None
     """Processes for tokenising; null: one per core."""
 
     @property

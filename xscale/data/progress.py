@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 from typing import TextIO
 
 from xscale.core.progress_bar import TerminalBar
@@ -52,12 +51,7 @@ class ProgressBar:
         left = (self.total - self.done) / max(rate, 1e-9)
         return f"{100 * self.done / self.total:.0f} %, {rate / 1e6:.1f} MB/s, {left:.0f} s left"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.bar is not None:
             self.bar.stop()
         elif self.shown and error is None:

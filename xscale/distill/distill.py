@@ -1,6 +1,6 @@
 """Knowledge distillation in a run: the teacher is set up, and the objective calls it on each micro-batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,15 @@ from xscale.nn.head.distilled_head import FullVocabulary, LocalVocabulary
 from xscale.nn.head.head import Head
 from xscale.nn.model.model import MODELS
 from xscale.nn.tokens import Tokens
-from xscale.objective.objective import OBJECTIVES, Batch, HeadSizes, Objective
+from xscale.objective.objective import OBJECTIVES, Batch, Objective
+from xscale.objective.wrapped import WrappedObjective
 from xscale.parallel.distillation import scores_of_shard, sequence_gather
 from xscale.parallel.shard.sharded import stage_models
 from xscale.parallel.tensor.vocabulary import VocabParallelCrossEntropy, VocabularyShard
 from xscale.settings.settings import Settings, build_on_meta
 
 
-class DistilledObjective(Objective):
+class DistilledObjective(WrappedObjective):
     """An objective whose training loss also reads a teacher on the same micro-batch; evaluation does not."""
 
     def __init__(
@@ -35,38 +36,9 @@ class DistilledObjective(Objective):
         gather: Callable[[Tensor, Tokens], Tensor] | None = None,
     ) -> None:
         """`gather`: gathers states of the student whose sequence is sharded over tp; None: it is not."""
-        super().__init__(objective.config, objective.specials, objective.length, objective.seed)
-        self.objective = objective
+        super().__init__(objective)
         self.teacher = teacher
         self.gather = gather
-
-    @classmethod
-    def head_sizes(cls, config: Any) -> HeadSizes | None:
-        sizes: HeadSizes | None = OBJECTIVES.of(config).part.head_sizes(config)
-        return sizes
-
-    @property
-    def start(self) -> int:
-        return self.objective.start
-
-    def metrics(self, predicted: Tensor, targets: Tensor) -> dict[str, float]:
-        return self.objective.metrics(predicted, targets)
-
-    def sequence_metrics(
-        self, predicted: Tensor, targets: Tensor, samples: Tensor, names: Sequence[str]
-    ) -> dict[str, float]:
-        return self.objective.sequence_metrics(predicted, targets, samples, names)
-
-    def batch(
-        self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any
-    ) -> Batch:
-        return self.objective.batch(tokens, documents, index, **fields)
-
-    def source_of(self, ids: list[int]) -> list[int]:
-        return self.objective.source_of(ids)
-
-    def prompt_of(self, ids: list[int]) -> list[int]:
-        return self.objective.prompt_of(ids)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         if batch.tokens.forward.target_weight is None:

@@ -1,9 +1,9 @@
 """Evaluate a run on its validation documents or on other text, with nothing but the run folder."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,22 @@ from xscale.evaluate.budget_curve import budget_curve, gate_budgets
 from xscale.evaluate.evaluate import Evaluation, capacity_notes, evaluate
 from xscale.evaluate.exit_curve import exit_curve
 from xscale.evaluate.logit_scores import LogitScores
+from xscale.evaluate.record_routes import RouteRecording
 from xscale.generate.exit_policy import exit_policy_of, stack_with_exits
 from xscale.mesh.consensus import Consensus
 from xscale.mesh.mesh import leaving_process_group
 from xscale.nn.depth.exits import Exits
-from xscale.objective.objective import OBJECTIVES, Objective
+from xscale.objective.objective import OBJECTIVES, Batch, Objective
 from xscale.run.init_weights import data_with_adopted_tokenizer
 from xscale.run.load_run import LoadedRun, load_run
+from xscale.run.route_replay import (
+    number_routes,
+    open_replay,
+    replay_file,
+    require_routes,
+    route_layout,
+    with_routes,
+)
 from xscale.run.run_data import make_micro_batches, prepare_and_open_data, special_tokens_of
 from xscale.settings.settings import Settings
 from xscale.step.batches import MicroBatches
@@ -59,12 +68,15 @@ class EvaluationData:
         """Return empty sums of an evaluation by logits."""
         return LogitScores(self.objective, self.batches.loader.class_names)
 
-    def evaluate(self, model: nn.Module, sequences: int | None) -> Evaluation:
-        """Evaluate a model on the first `sequences`; None: on all."""
-        batches, names = (
-            self.batches.evaluation(self.count(sequences)),
-            self.batches.loader.class_names,
-        )
+    def evaluate(
+        self, model: nn.Module, sequences: int | None, recording: RouteRecording | None = None
+    ) -> Evaluation:
+        """Evaluate a model on the first `sequences`; None: on all. `recording`: gets the routes of their tokens."""
+        batches: Iterable[tuple[Batch, bool]] = self.batches.evaluation(self.count(sequences))
+        names = self.batches.loader.class_names
+        require_routes(self.batches, self.count(sequences), Consensus(doing="read"))
+        if recording is not None:
+            batches = recording.record(batches, self.batches)
         return evaluate(model, self.objective, batches, self.token_bytes, names=names)
 
 
@@ -75,14 +87,36 @@ def evaluate_run(
     source: str | None = None,
     plugins: bool = False,
     ema: bool = False,
+    record_routes: Path | None = None,
+    training_samples: int = 0,
+    replay_routes: Path | None = None,
 ) -> dict[str, float]:
     """Evaluate on the run's validation documents, or on `source`: step, loss, perplexity and bits per byte.
 
-    Collective: several processes evaluate the model together, each its share of the sequences.
+    Collective: several processes evaluate the model together, each its share of the sequences. `record_routes`: a file
+    to which the routes of the tokens through the mixtures of experts are written, and after them those of the first
+    `training_samples` that the run trains on. A file that cannot be written is said in a line, and the evaluation goes
+    on. `replay_routes`: a file of routes that takes the place of the routers, and of what the run replays.
+    ConfigError for a model whose tokens have none, and a file that lacks a text.
     """
     with leaving_process_group():
         loaded = load_run(folder, plugins=plugins, ema=ema)
-        return _evaluate(loaded, folder, sequences, source)
+        if replay_routes is not None:
+            replay_file(loaded.model, replay_routes)
+        recording = None
+        if record_routes is not None:
+            layout = route_layout(loaded.model, loaded.tokenizer.fingerprint, "--record-routes")
+            number_routes(loaded.model, layout, replaying=False)
+            recording = RouteRecording(record_routes, layout, loaded.tokenizer.vocabulary)
+        numbers = _evaluate(loaded, folder, sequences, source, recording)
+        if recording is not None:
+            if training_samples:
+                with evaluation_data(loaded, training=True) as data:
+                    assert data is not None, "a run has training samples"
+                    data.evaluate(loaded.model, training_samples, recording)
+            if note := recording.finish():
+                say_aside(note)
+        return numbers
 
 
 def exit_curve_of_run(
@@ -164,7 +198,11 @@ def no_validation(folder: Path) -> ConfigError:
 
 
 def _evaluate(
-    loaded: LoadedRun, folder: Path, sequences: int | None, source: str | None
+    loaded: LoadedRun,
+    folder: Path,
+    sequences: int | None,
+    source: str | None,
+    recording: RouteRecording | None = None,
 ) -> dict[str, float]:
     with evaluation_data(loaded, source) as data:
         if data is None:
@@ -172,8 +210,13 @@ def _evaluate(
         if loaded.mesh.rank_info.is_rank0:
             for note in capacity_notes(loaded.model):
                 say_aside(note)
-        numbers = asdict(data.evaluate(loaded.model, sequences))
+        numbers = asdict(data.evaluate(loaded.model, sequences, recording))
         metrics = numbers.pop("metrics")
+        if data.batches.new_states is not None:
+            alone = replace(data, batches=replace(data.batches, new_states=None))
+            without = alone.evaluate(loaded.model, sequences)
+            metrics["loss_without_memory"] = without.loss
+            metrics["perplexity_without_memory"] = without.perplexity
         # Perplexity and bits per byte of labels are no numbers.
         return {
             "step": loaded.step,
@@ -184,30 +227,37 @@ def _evaluate(
 
 @contextmanager
 def evaluation_data(
-    loaded: LoadedRun, source: str | None = None
+    loaded: LoadedRun, source: str | None = None, *, training: bool = False
 ) -> Iterator[EvaluationData | None]:
-    """Open the run's validation documents, or the text of `source`; None where the run has none.
+    """Open the run's validation documents, the samples that it trains on (`training`), or the text of `source`; None
+    where the run has none.
 
     Text is tokenised with the run's tokenizer: the run's own into its data folder, if that is gone; that of `source`
     into a temporary folder. ConfigError when the text is not there, or was tokenised with another tokenizer.
     """
     with shared_temporary_folder() as folder:
         loader = (
-            _open_source(loaded, source, folder) if source is not None else _open_validation(loaded)
+            _open_source(loaded, source, folder)
+            if source is not None
+            else _open_data_of_run(loaded, training=training)
         )
         if loader is None:
             yield None
             return
         tokenizer, settings = loaded.tokenizer, loaded.settings
+        replay = open_replay(loaded.model, tokenizer, Consensus(doing="read"))
         objective: Objective = OBJECTIVES.build(
             settings.objective,
             special_tokens_of(tokenizer),
             settings.data.source_length,
             settings.run.seed,
         )
+        objective, _ = with_routes(replay, loaded.model, objective)
         token_bytes = torch.from_numpy(tokenizer.byte_lengths()).to(loaded.mesh.device)
         yield EvaluationData(
-            objective, make_micro_batches(settings, loader, objective, loaded.mesh), token_bytes
+            objective,
+            make_micro_batches(settings, loader, objective, loaded.mesh, model=loaded.model),
+            token_bytes,
         )
 
 
@@ -234,14 +284,15 @@ def shared_temporary_folder() -> Iterator[str]:
         ranks.on_all(Path(folder), lambda: None)
 
 
-def _open_validation(loaded: LoadedRun) -> Loader | None:
+def _open_data_of_run(loaded: LoadedRun, *, training: bool) -> Loader | None:
     settings, tokenizer = loaded.settings, loaded.tokenizer
     data = data_with_adopted_tokenizer(settings, tokenizer) or with_tokenizer(
         settings.data, tokenizer
     )
     of_run = (settings, loaded.mesh.rank_info)
     try:
-        return prepare_and_open_data(*of_run, data, loaded.tokenizer, loaded.mesh).validation
+        corpus = prepare_and_open_data(*of_run, data, loaded.tokenizer, loaded.mesh)
+        return corpus.train if training else corpus.validation
     except ConfigError as error:
         fix = "Give text with --data, such as --data 'texts/*.txt'."
         problem = Problem(
@@ -267,7 +318,7 @@ def _data_of_source(
         "tokenizer": tokenizer.config,
         "prepared": None,
         "blend": (),
-        "shuffle": False,
+        "order": "text",
     }
     if (path / MANIFEST).is_file() or suffixed(path, ".idx").is_file():
         return data.model_copy(update=base | {"prepared": source, "validation": 0.0})

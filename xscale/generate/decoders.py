@@ -1,6 +1,6 @@
 """Decoders, which compute the next logits of a generation: over growing caches, static caches, or no cache."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from xscale.core.errors import ConfigError
+from xscale.generate.segment_decoder import SegmentDecoder
 from xscale.mesh.collectives import sum_scalars
 from xscale.nn.blocks.block import Block
 from xscale.nn.depth.early_exit import EARLY_EXIT, EarlyExit, ExitPolicyConfig
@@ -18,6 +19,7 @@ from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.model.embed import global_tokens_of
 from xscale.nn.model.model import MODELS, Model
 from xscale.nn.module import Module
+from xscale.nn.signals import Signal
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.parallel.cuda_graph import CudaGraph
 
@@ -41,6 +43,10 @@ class Decoding:
     decoder: "StaticDecoder | None" = None
     """A decoder of the model, with room for the generation, whose step may be captured or compiled already; None: each
     generation makes its own."""
+
+    signals: Callable[[Tensor], Mapping[Signal[Any], Tensor]] | None = None
+    """From the ids [T] of a text so far to signals of all its tokens [1, T, ...], which every step is given; None: no
+    part reads any."""
 
     def check(self) -> None:
         """Refuse what contradicts itself: ConfigError."""
@@ -67,12 +73,11 @@ class GrowingDecoder:
         *,
         prefix: bool,
         device: torch.device,
+        signals: Callable[[Tensor], Mapping[Signal[Any], Tensor]] | None = None,
     ) -> None:
         self.model, self.source = model, source
-        self.policy, self.prefix = policy, prefix
-        # A pipeline rank has only some of the blocks, and all ranks must make the same decision.
-        all_incremental = sum_scalars([float(not incremental(model))], device)[0] == 0
-        self.cache: dict[str, Any] | None = {} if all_incremental else None
+        self.policy, self.prefix, self.signals = policy, prefix, signals
+        self.cache: dict[str, Any] | None = {} if all_incremental(model, device) else None
         self.prompt = self.done = 0
 
     def next_logits(self, ids: Tensor) -> Tensor:
@@ -83,6 +88,9 @@ class GrowingDecoder:
         tokens = tokens.with_signals({ONLY_LAST_LOGITS: True})
         if self.prefix and first == 0:
             tokens = replace(tokens, prefix=positions < self.prompt)
+        if self.signals is not None:
+            of_text = self.signals(ids).items()
+            tokens = tokens.with_signals({signal: value[:, first:] for signal, value in of_text})
         if self.policy is not None:
             tokens = tokens.with_signals({EARLY_EXIT: EarlyExit(self.policy)})
         logits: Tensor = self.model(tokens, None, self.source)
@@ -224,6 +232,12 @@ def incremental(model: nn.Module) -> bool:
     return all(module.decodes for module in model.modules() if isinstance(module, Mixer))
 
 
+def all_incremental(model: nn.Module, device: torch.device) -> bool:
+    """Whether every mixer of all ranks decodes incrementally. Collective: a pipeline rank has some of the blocks, and
+    all ranks must make the same decision."""
+    return sum_scalars([float(not incremental(model))], device)[0] == 0
+
+
 def make_decoder(
     model: nn.Module,
     capacity: int,
@@ -233,14 +247,23 @@ def make_decoder(
     source: Tokens | None,
     policy: ExitPolicyConfig | None,
     prefix: bool,
+    segment: int | None = None,
 ) -> StepDecoder:
-    """Return the decoder that `decoding` asks for; ConfigError where it asks for a static form that there is not."""
+    """Return the decoder that `decoding` asks for; ConfigError where it asks for a static form that there is not.
+
+    `segment`: tokens of a segment, for a model that keeps a state between segments; None: it keeps none.
+    """
     if decoding.decoder is not None:
         decoding.decoder.restart()
         return decoding.decoder
     decoding.check()
     must_be_static = decoding.cache == "static" or decoding.compile
-    growing = GrowingDecoder(model, source, policy, prefix=prefix, device=device)
+    growing: StepDecoder = GrowingDecoder(
+        model, source, policy, prefix=prefix, device=device, signals=decoding.signals
+    )
+    if segment is not None:
+        assert decoding.signals is None, "a step over segments is given no signals"
+        growing = SegmentDecoder(model, segment, incremental=all_incremental(model, device))
     if not must_be_static and (decoding.cache == "growing" or device.type != "cuda"):
         return growing
     reasons = list(_why_growing(model, policy, device))

@@ -13,7 +13,7 @@ from xscale.nn.depth.early_exit import ExitPolicyConfig
 from xscale.nn.head.head import Head
 from xscale.nn.init import seed_of
 from xscale.nn.model.model import MODELS
-from xscale.nn.module import Module
+from xscale.nn.module import Module, carried_tensors
 from xscale.nn.tokens import Tokens
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.observe import SampleReport
@@ -46,16 +46,19 @@ def generate(
     """Generate from prompt ids [T] up to `length` further ids, without the `end` token that stops generation.
 
     Collective: all ranks sample the same tokens. `window` is the longest sequence that the model's positions support;
-    generation stops there. `source` [S]: input ids of an encoder-decoder. `policy`: when a token leaves at an exit; the
-    blocks behind it compute their keys and values from the hidden state that left. None: all blocks are computed.
-    `prefix`: whether the prompt is a prefix, whose tokens see each other in both directions. `stops`: told the ids so
-    far, whether generation stops after them. `top_p` and `repetition_penalty` are those of `restricted_logits`.
-    `decoding`: how the steps are computed; ConfigError where it cannot be.
+    generation stops there, or goes on in the next segment if the model keeps a state between segments. `source` [S]:
+    input ids of an encoder-decoder. `policy`: when a token leaves at an exit; the blocks behind it compute their keys
+    and values from the hidden state that left. None: all blocks are computed. `prefix`: whether the prompt is a
+    prefix, whose tokens see each other in both directions. `stops`: told the ids so far, whether generation stops
+    after them. `top_p` and `repetition_penalty` are those of `restricted_logits`. `decoding`: how the steps are
+    computed; ConfigError where it cannot be.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed_of(seed, "generate"))
     device = prompt.device
-    limit = length if window is None else min(length, window - len(prompt))
+    # A model with a state between segments reads a text of any length, a window at a time.
+    segment = window if carried_tensors(model) else None
+    limit = length if window is None or segment else min(length, window - len(prompt))
     decoder = make_decoder(
         model,
         len(prompt) + limit,
@@ -64,6 +67,7 @@ def generate(
         source=Tokens.from_ids(source[None]) if source is not None else None,
         policy=policy,
         prefix=prefix,
+        segment=segment,
     )
     ids = prompt
     generated: list[int] = []

@@ -1,6 +1,7 @@
 """Text that a run's model writes after a prompt, or between a prompt and a suffix."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from xscale.generate.decoders import CacheKind, Decoding
 from xscale.generate.exit_policy import exit_policy_of
 from xscale.generate.generate import encode_prompt, generate, lay_out_matrices
 from xscale.generate.parallel_decoding import decode_in_parallel
+from xscale.mesh.consensus import Consensus
 from xscale.nn.model.model import MODELS
+from xscale.nn.module import carried_tensors
+from xscale.nn.signals import Signal
 from xscale.objective.disco import Disco
 from xscale.objective.fill_in_middle import FillInMiddle
 from xscale.objective.objective import OBJECTIVES, Objective
 from xscale.parallel.plan import DTYPES
 from xscale.parallel.precision import precision
 from xscale.run.load_run import LoadedRun, load_run
+from xscale.run.route_replay import number_routes, open_replay, replay_file
 from xscale.run.run_data import special_tokens_of
 from xscale.settings.settings import Settings
 
@@ -45,18 +50,30 @@ def generate_text(
     cache: CacheKind = "auto",
     compile: bool = False,
     say: Callable[[str], None] = lambda line: None,
+    replay_routes: Path | None = None,
 ) -> str:
     """Return the prompt and what the run's model writes after it; of an encoder-decoder, whose source it is, and before
     a `suffix`, the latter alone. Several beams search for the likeliest text, by all blocks, and sample nothing.
     `exits`: whether tokens leave by the policy of its exits, if it has one. `cache` and `compile` are those of
-    `Decoding`. `say` is told the step, and how tokens are computed."""
+    `Decoding`. `say` is told the step, and how tokens are computed. `replay_routes`: a file of routes that takes the
+    place of the routers; ConfigError at the first token that it does not have."""
     decoding = Decoding(cache, compile, say)
     decoding.check()
     loaded = _load(folder, plugins, ema, say)
+    if replay_routes is not None:
+        if carried_tensors(loaded.model):
+            what = "a model that keeps a state between segments reads the same tokens in several segments"
+            raise ConfigError("--replay-routes", what, "Leave it out.")
+        if beams > 1:
+            what = "beam search reads many texts, and a file has the routes of one"
+            raise ConfigError("--replay-routes", what, "Leave out --beams.")
+        decoding = replace(decoding, signals=_routes_of(loaded, replay_routes))
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
     device = loaded.mesh.device
     window, longest = _lengths(settings, has_source=traits.source)
+    if carried_tensors(loaded.model):
+        longest = None
     objective = _objective(settings, tokenizer)
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
     source = None
@@ -85,6 +102,16 @@ def generate_text(
             written = generate(loaded.model, ids, tokens, **sampling, **shared).tolist()
     text = tokenizer.decode(written)
     return text if traits.source or suffix is not None else prompt + text
+
+
+def _routes_of(loaded: LoadedRun, file: Path) -> Callable[[Tensor], Mapping[Signal[Any], Tensor]]:
+    """Let the mixtures read a file of routes; return from the ids of a text to the routes of its tokens."""
+    replay_file(loaded.model, file)
+    replay = open_replay(loaded.model, loaded.tokenizer, Consensus(doing="read"))
+    if replay is None:
+        raise ConfigError("--replay-routes", "the model has no mixtures of experts, so no routes")
+    number_routes(loaded.model, replay.layout, replaying=True)
+    return replay.signals_of_text
 
 
 def _load(folder: Path, plugins: bool, ema: bool, say: Callable[[str], None]) -> LoadedRun:

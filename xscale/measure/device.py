@@ -140,6 +140,15 @@ DEVICES: dict[str, Device] = {
         25e9,
         _sheets("A100 80GB SXM", "DGX A100", "600 GB/s", "200 Gb/s"),
     ),
+    "b200": _gpu(
+        "b200",
+        2250e12,
+        180e9,
+        8e12,
+        900e9,
+        50e9,
+        _sheets("B200 SXM in the DGX B200", "DGX B200", "1.8 TB/s", "400 Gb/s"),
+    ),
 }
 """Devices that a plan can target, besides `cpu`, which is the planning machine."""
 
@@ -153,6 +162,14 @@ def device_of_memory(memory: float) -> Device:
     return replace(
         _gpu("GPU", 0.0, memory, 0.0, 0.0, 0.0, {"memory": GIVEN, "node": ASSUMED_NODE}), reach=0.0
     )
+
+
+def stated_device(name: str, flops: float, memory: float, bandwidth: float) -> Device:
+    """A GPU by figures that the user states; its links are taken to be those of an H100 until others are given."""
+    like = DEVICES["h100"]
+    links = dict.fromkeys(("link", "network", "node"), "assumed: as of the h100; not stated")
+    sources = {**dict.fromkeys(("flops", "memory", "bandwidth"), GIVEN), **links}
+    return _gpu(name, flops, memory, bandwidth, like.link, like.network, sources)
 
 
 def device_named(name: str, dtype: torch.dtype) -> Device:

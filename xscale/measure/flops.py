@@ -131,14 +131,17 @@ _OF_KEYS = tuple(f".mixer.part.{name}.{kind}" for name in "kv" for kind in ("wei
 
 
 def _pooled_blocks(model: nn.Module) -> dict[str, tuple[float, float]]:
-    """Return the prefix of the paths in each block of a stack that shortens its sequence -> fractions of the tokens
-    that are its queries and its keys; `memory`: of a source whose encoder does."""
+    """Return the prefix of the paths in each block of a stack that shortens its sequence, or reads further tokens
+    -> fractions of the tokens that are its queries and its keys; `memory`: of a source whose encoder shortens it."""
     fractions: dict[str, tuple[float, float]] = {}
     for path, stack in model.named_modules():
-        pooling = stack.find(SequencePooling) if isinstance(stack, Stack) else None
-        if isinstance(stack, Stack) and pooling is not None:
-            of_blocks = stack.token_fractions()
+        if not isinstance(stack, Stack):
+            continue
+        of_blocks = stack.token_fractions()
+        if set(of_blocks) != {(1.0, 1.0)}:
             fractions |= {f"{path}.blocks.{layer}.": pair for layer, pair in enumerate(of_blocks)}
+        pooling = stack.find(SequencePooling)
+        if pooling is not None:
             for layer in pooling.distilling:
                 fractions[f"{path}.pooling.distilling.{layer}."] = of_blocks[int(layer) - 1]
             queries, keys = (

@@ -6,7 +6,7 @@ count once. Operators of xscale_kernels run their implementation, so their tempo
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from xscale.measure.attention_flops import FORMULAS
 from xscale.mesh.rank_groups import group_of_collective
 from xscale.mesh.torch_private import (
     OPDEFS,
     DispatchKey,
+    FakeTensor,
     TorchDispatchMode,
     _disable_current_modes,
     tree_leaves,
@@ -69,6 +71,16 @@ class Peak:
     kinds: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass
+class Segment:
+    """What happens from one mark to the next."""
+
+    peak: Peak
+    flops: float = 0.0
+    moved: float = 0.0
+    """Bytes read and written by the operators."""
+
+
 class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the memory, FLOPs and messages of every operator by kind and phase."""
 
@@ -77,23 +89,31 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds: Callable[[float, float], float] | None = None,
         open_operators: Sequence[str] = ("xscale",),
         copying: Sequence[str] = (),
+        workspaces: dict[Hashable, int] | None = None,
     ) -> None:
         """`seconds` is a roofline: (FLOPs, bytes) -> seconds. Operators in the namespaces `open_operators` run their
         implementation, so that its temporaries count, unless it reads data. `copying`: collectives that copy
-        their input."""
+        their input. `workspaces` has the bytes of the temporaries of each call that was traced, by `_call_key`: an
+        equal call is one event. Several tracers may have it in common.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.seconds, self.copying = seconds, copying
         self.open_operators = open_operators
         self.phase, self.kind = "", "activations"
         self.live: dict[str, int] = defaultdict(int)
         self.total = 0
-        self.peak = Peak()
+        self.segment = Segment(Peak())
+        self.segments: dict[Hashable, Segment] = {None: self.segment}
+        """By the mark at which each begins; None: the start."""
         self.messages: list[Message] = []
         self.costs: dict[str, PhaseCost] = defaultdict(PhaseCost)
         self.gradient_shapes: set[tuple[int, ...]] = set()
         """A tensor of such a shape that is allocated in backward counts as a gradient."""
+        self.workspaces: dict[Hashable, int] = {} if workspaces is None else workspaces
         self._storages: dict[int, tuple[int, str, Any]] = {}
         self._depth = 0
+        self._most = 0
+        """The most live memory since an operator began."""
 
     @contextmanager
     def labelled(self, *, phase: str | None = None, kind: str | None = None) -> Iterator[None]:
@@ -104,6 +124,18 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self.phase, self.kind = before
+
+    @property
+    def peak(self) -> Peak:
+        """Live memory at its peak, of all segments."""
+        return max(
+            (segment.peak for segment in self.segments.values()), key=lambda peak: peak.total
+        )
+
+    def mark(self, mark: Hashable) -> None:
+        """Begin a segment."""
+        self.segment = Segment(Peak(self.total, self.phase, dict(self.live)))
+        self.segments[mark] = self.segment
 
     @contextmanager
     def watching_resizes(self, kind: str) -> Iterator[None]:
@@ -149,6 +181,26 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _inside(self, func: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
+        """Run the operator: its implementation the first time, later its fake and the temporaries that it had."""
+        key = _call_key(func, args, named)
+        # An input that nothing else has shown yet counts before, and not among the temporaries.
+        self._track_tensors((args, named))
+        if key in self.workspaces:
+            out = func(*args, **named)
+            self._track_tensors(out)
+            self._add(self.kind, self.workspaces[key])
+            self._add(self.kind, -self.workspaces[key])
+            return out
+        before, outer = self.total, self._most
+        self._most = self.total
+        out = self._run_implementation(func, args, named)
+        self._track_tensors(out)
+        outputs = self.total - before
+        self.workspaces[key] = self._most - before - outputs
+        self._most = max(outer, self._most)
+        return out
+
+    def _run_implementation(self, func: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
         """Run the implementation; if it reads data or raw memory, run its fake, which allocates only the outputs."""
         implementation = OPDEFS[func._schema.name]._init_fn
         self._depth += 1
@@ -162,12 +214,17 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._depth -= 1
         return func(*args, **named)
 
-    def _count(self, func: Any, args: Sequence[Any], named: dict[str, Any], out: Any) -> None:
-        outputs = [_local(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        for tensor in outputs:
+    def _track_tensors(self, values: Any) -> list[Tensor]:
+        """Count the storages of the tensors among the values; return the tensors, of DTensors their local shards."""
+        tensors = [_local(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
             if tensor.device.type != "meta":
                 gradient = self.phase == "backward" and tuple(tensor.shape) in self.gradient_shapes
                 self._track(tensor, "gradients" if gradient else self.kind)
+        return tensors
+
+    def _count(self, func: Any, args: Sequence[Any], named: dict[str, Any], out: Any) -> None:
+        outputs = self._track_tensors(out)
         if func._schema.name == COPIES_OUT:
             for tensor in named["out"]:
                 self.name(tensor, "gathered_parameters")
@@ -200,8 +257,9 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, kind: str, change: int) -> None:
         self.live[kind] += change
         self.total += change
-        if self.total > self.peak.total:
-            self.peak = Peak(self.total, self.phase, dict(self.live))
+        self._most = max(self._most, self.total)
+        if self.total > self.segment.peak.total:
+            self.segment.peak = Peak(self.total, self.phase, dict(self.live))
 
     def name(self, tensor: Tensor, kind: str) -> None:
         """Change the kind of a tensor's storage."""
@@ -250,8 +308,26 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cost = self.costs[self.phase]
         cost.flops += flops
         cost.moved += moved
+        self.segment.flops += flops
+        self.segment.moved += moved
         if self.seconds is not None:
             cost.seconds += self.seconds(flops, moved)
+
+
+def _call_key(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Hashable:
+    """Return what the temporaries of a call depend on: forms of tensors, numbers that are known, and options."""
+    with _disable_current_modes():
+        return func, tuple(_argument_key(leaf) for leaf in tree_leaves((list(args), dict(named))))
+
+
+def _argument_key(value: Any) -> Hashable:
+    if not isinstance(value, Tensor):
+        return type(value), value
+    form = value.dtype, tuple(value.shape), value.stride()
+    if isinstance(value, FakeTensor) or value.is_floating_point() or value.device.type != "cpu":
+        return form
+    # Indices, such as the layout of a pattern or the counts of groups: an implementation may read them.
+    return *form, value.numpy().tobytes()
 
 
 def _scalar(tensor: Tensor) -> bool | float | int:
@@ -292,34 +368,3 @@ def _with_counts(func: Any, args: Sequence[Any]) -> Sequence[Any]:
 
 def _composite(func: Any) -> bool:
     return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
-
-
-def _attention(
-    q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, **_: Any
-) -> float:
-    """FLOPs of the CPU's fused attention, which torch does not count: two matmuls."""
-    batch, heads, queries, width = q.shape
-    return float(
-        2 * batch * heads * queries * k.shape[2] * (width + v.shape[3]) / (2 if causal else 1)
-    )
-
-
-def _attention_backward(
-    gradient: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    sums: Any,
-    dropout: float,
-    causal: bool,
-    **named: Any,
-) -> float:
-    """FLOPs of its backward: five matmuls instead of two."""
-    return 2.5 * _attention(q, k, v, dropout, causal)
-
-
-FORMULAS: dict[Any, Callable[..., float]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-import pydantic
-
 from xscale.core.choices import Choice
-from xscale.core.config import Config
+from xscale.core.config import Config, PositiveInt
 from xscale.core.errors import Problem, counted
 from xscale.core.requirements import divisors, take
 
@@ -22,17 +20,17 @@ EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
 
 
 class MeshConfig(Config):
-    pp: int = pydantic.Field(default=1, ge=1)
+    pp: PositiveInt = 1
     """Pipeline stages."""
-    dp_replicate: int = pydantic.Field(default=1, ge=1)
+    dp_replicate: PositiveInt = 1
     """Replicas of the sharded data-parallel group (hybrid sharding, HSDP)."""
     dp_shard: int = -1
     """Data-parallel ranks over which ZeRO (FSDP) shards; -1: all ranks that the other axes leave."""
-    cp: int = pydantic.Field(default=1, ge=1)
+    cp: PositiveInt = 1
     """Context parallelism: ranks over which one sequence is sharded."""
-    tp: int = pydantic.Field(default=1, ge=1)
+    tp: PositiveInt = 1
     """Tensor parallelism: ranks over which a layer's heads, hidden units and vocabulary are sharded."""
-    ep: int = pydantic.Field(default=1, ge=1)
+    ep: PositiveInt = 1
     """Expert parallelism: ranks over which a layer's experts are sharded; folded over dp_shard x cp, and x tp unless
     `tp_in_experts`."""
     tp_in_experts: bool = True

@@ -260,7 +260,9 @@ class _AxisGroups:
             )
             for dim, name in enumerate(names)
         ]
-        return DeviceMesh.from_group(groups, device, grid, mesh_dim_names=names)
+        # Older versions of torch read the order of the ranks from the strides, also those of axes of one rank.
+        in_order = grid.flatten().view(grid.shape)
+        return DeviceMesh.from_group(groups, device, in_order, mesh_dim_names=names)
 
     def _group_of(self, groups: RankLists, name: str) -> dist.ProcessGroup:
         if len(groups) == 1:

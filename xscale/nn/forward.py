@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from xscale.nn.compiling.eager import eager
+
 
 class HasPath(Protocol):
     """A module that knows its path in the model."""
@@ -64,6 +66,34 @@ class Stats:
         self._sums, self._counts, self._recorded = dict(state[0]), dict(state[1]), []
 
 
+class Choices:
+    """Discrete choices of a part of a forward, such as experts of tokens, which its recomputation repeats.
+
+    A recomputation rounds as its forward did only on the same kernels in the same order. Where two experts score
+    equally to the last digits, it would choose another one, and gradients would be those of another forward.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[Tensor] = []
+        self._next: int | None = None
+
+    def begin_recomputation(self) -> None:
+        """Let the calls of `make_or_repeat` that follow return what those of the forward got, in their order."""
+        self._next = 0
+
+    # A graph break: the compiled code before and after it is the same in a forward and in its recomputation, which
+    # have to save the same tensors.
+    @eager
+    def make_or_repeat(self, choice: Tensor) -> Tensor:
+        """Return `choice` in a forward; in its recomputation, the choice that the forward made at this call."""
+        if self._next is None:
+            self._made.append(choice)
+            return choice
+        made = self._made[self._next]
+        self._next += 1
+        return made
+
+
 class InnerStates(Protocol):
     """Gets the states of a model in its forward and returns them, with losses attached if it likes (`distillation`)."""
 
@@ -112,6 +142,8 @@ class Forward:
     """Collects the statistics of the parts; None: not collected."""
     cache: dict[str, Any] | None = None
     """State of each mixer by its path during generation (KV cache); None otherwise."""
+    choices: Choices | None = None
+    """Keeps the choices of the parts for a recomputation of this forward; None: it is not recomputed."""
     states: InnerStates | None = None
     """Gets the states of the model as they arise, for distillation; None: nothing does."""
     signals: Mapping[str, Any] = field(default_factory=dict, hash=False)

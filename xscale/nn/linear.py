@@ -1,21 +1,22 @@
 """The linear map and the token embedding, with named axes."""
 
-from typing import ClassVar
+from typing import Self
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.nn.axes import Axis
+from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Module
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 
 
 class Linear(Module):
     """y = x W^T + b."""
 
-    seams: ClassVar[Seams] = {"matmul": Role.LINEAR_MAP}
+    seams = {"matmul": Role.LINEAR_MAP}
     weight: Parameter
     lora: Module | None
     """LoRA of the map, `xscale.nn.adapt.lora.Lora`, whose output is added; None: there is none."""
@@ -33,6 +34,18 @@ class Linear(Module):
         else:
             self.bias = None
 
+    @classmethod
+    def from_width(cls, dims: Dims, outputs: int, axis: Axis, *, bias: bool = False) -> Self:
+        """Map hidden states [..., D] to `outputs` channels of `axis`; where that is sharded over tp, it is Megatron's
+        column-parallel linear."""
+        return cls(dims.width, outputs, (axis, "width"), dims.init, bias=bias)
+
+    @classmethod
+    def to_width(cls, dims: Dims, inputs: int, axis: Axis, *, bias: bool = False) -> Self:
+        """Map `inputs` channels of `axis` to what is added to the residual stream [..., D]; where the axis is sharded
+        over tp, it is Megatron's row-parallel linear."""
+        return cls(inputs, dims.width, ("width", axis), dims.residual_init, bias=bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
         bias = None if self.bias is None else self.use(self.bias)
@@ -47,7 +60,7 @@ class Linear(Module):
 class Embedding(Module):
     """Rows of a table, by token id."""
 
-    seams: ClassVar[Seams] = {"lookup": Role.VOCABULARY_LOOKUP}
+    seams = {"lookup": Role.VOCABULARY_LOOKUP}
     weight: Parameter
 
     def __init__(self, vocabulary: int, width: int, init: Init, *, fix_norm: bool = False) -> None:

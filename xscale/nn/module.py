@@ -20,6 +20,7 @@ from xscale.nn.init import Init
 from xscale.nn.post_step import WeightWriter
 from xscale.nn.random import RandomNumbers
 from xscale.nn.roles import Role, Seams
+from xscale.nn.segment_state import CarriedTensor
 
 
 def seams_of(module: object) -> dict[str, Role]:
@@ -161,6 +162,11 @@ class Module(nn.Module):
         """List what the module needs of the layout and of the engine of a run, each with the reason."""
         return []
 
+    def carries(self) -> Mapping[str, CarriedTensor]:
+        """Return the tensors of each row that the module keeps from one segment of a stream to the next, by name
+        (`xscale.nn.segment_state`); none: its output depends on the segment alone."""
+        return {}
+
     def why_not_static(self) -> str | None:
         """Return why a step of generation with it has no static form, a clause about it; None: it has one.
 
@@ -220,13 +226,19 @@ def choose_kernels(model: nn.Module, kernels: Mapping[str, str]) -> None:
             module.kernel_choices = kernels
 
 
+def _modules(model: nn.Module) -> Iterator[tuple[str, Module]]:
+    """Yield every Module with what stands before the names of its parameters."""
+    for path, module in model.named_modules():
+        if isinstance(module, Module):
+            yield f"{path}." if path else "", module
+
+
 def parameter_axes(model: nn.Module) -> dict[str, tuple[Axis, ...]]:
     """Full parameter name -> the names of its axes; a tied parameter once."""
     axes = {
-        f"{path}.{name}" if path else name: module.axes[name]
-        for path, module in model.named_modules()
-        if isinstance(module, Module)
-        for name in module.axes
+        prefix + name: axes
+        for prefix, module in _modules(model)
+        for name, axes in module.axes.items()
     }
     return {name: axes[name] for name, _ in model.named_parameters()}
 
@@ -234,10 +246,9 @@ def parameter_axes(model: nn.Module) -> dict[str, tuple[Axis, ...]]:
 def parameter_decays(model: nn.Module) -> dict[str, bool]:
     """Full parameter name -> whether weight decay applies; a tied parameter once."""
     decays = {
-        f"{path}.{name}" if path else name: module.decays[name]
-        for path, module in model.named_modules()
-        if isinstance(module, Module)
-        for name in module.decays
+        prefix + name: decays
+        for prefix, module in _modules(model)
+        for name, decays in module.decays.items()
     }
     return {name: decays[name] for name, _ in model.named_parameters()}
 
@@ -245,21 +256,25 @@ def parameter_decays(model: nn.Module) -> dict[str, bool]:
 def parameter_width_ratios(model: nn.Module) -> dict[str, float]:
     """Full parameter name -> width over base width by which muP scales its learning rate; empty without muP."""
     return {
-        f"{path}.{name}" if path else name: ratio
-        for path, module in model.named_modules()
-        if isinstance(module, Module)
+        prefix + name: ratio
+        for prefix, module in _modules(model)
         for name, ratio in module.width_ratios.items()
+    }
+
+
+def carried_tensors(model: nn.Module) -> dict[str, CarriedTensor]:
+    """Full name -> what the model's modules keep of each row between segments; empty: it has no such memory."""
+    return {
+        f"{module.path}.{name}": about
+        for module in model.modules()
+        if isinstance(module, Module)
+        for name, about in module.carries().items()
     }
 
 
 def linear_map_names(model: nn.Module) -> set[str]:
     """Full names of the parameters that are matrices of linear maps."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, Module)
-        for name in module.linear_maps
-    }
+    return {prefix + name for prefix, module in _modules(model) for name in module.linear_maps}
 
 
 def parameter_inits(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Init]]:

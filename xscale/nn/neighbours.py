@@ -1,23 +1,24 @@
-"""Modules that read a fixed number of tokens before and after each token, and the token shift of RWKV.
+"""Modules that read a fixed number of tokens before and after each token: convolutions, and RWKV's token shift.
 
 Generation keeps the last `left` inputs. The seam `with_neighbours` is all that a sequence sharded over ranks needs.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
+from xscale.nn.axes import Axis
+from xscale.nn.init import Init
 from xscale.nn.module import Module
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class NeighbourReader(Module):
     """A module whose output for a token depends on a few tokens around it."""
 
-    seams: ClassVar[Seams] = {"with_neighbours": Role.NEIGHBOURS}
+    seams = {"with_neighbours": Role.NEIGHBOURS}
     left: int
     """Tokens that are read before each token."""
     right: int = 0
@@ -76,3 +77,44 @@ class TokenShift(NeighbourReader):
     @property
     def exchanged_width(self) -> int:
         return self.width
+
+
+class DepthwiseConvolution(NeighbourReader):
+    """A kernel of `size` numbers for each of C channels, [B, T, C] -> [B, T, C], over the tokens of a document.
+
+    y_t = sum_(j=0)^(k-1) w_j x_(t - left + j) + b: the last j reads the token itself, or `right` tokens after it.
+    """
+
+    weight: Parameter
+
+    def __init__(
+        self, channels: int, axis: Axis, size: int, *, bias: bool = False, right: int = 0
+    ) -> None:
+        super().__init__()
+        self.left, self.right = size - 1 - right, right
+        self.sharded_over_tp = axis in ("heads", "ffn")
+        init = Init("uniform", bounds=(-(size**-0.5), size**-0.5))
+        self.declare("weight", (channels, size), (axis, "tokens"), init)
+        self.bias: Tensor | None
+        if bias:
+            self.declare("bias", (channels,), (axis,), init, decays=False)
+        else:
+            self.bias = None
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Convolve x [B, T, C]."""
+        near, documents = self.with_neighbours(x, tokens)  # [B, left + T + right, C]
+        weight, length = self.use(self.weight), x.shape[1]
+        window = None if documents is None else same_document(documents, self.left, self.right)
+        y = None if self.bias is None else self.use(self.bias)
+        for step in range(self.left + 1 + self.right):
+            term = near.narrow(1, step, length) * weight[:, step]
+            if window is not None:
+                term = term * window[..., step, None]
+            y = term if y is None else y + term
+        assert y is not None
+        return y
+
+    @property
+    def exchanged_width(self) -> int:
+        return len(self.weight)

@@ -40,11 +40,12 @@ class SharedValues:
         """
         if key not in self._values:
             value = compute()
-            assert not torch.is_grad_enabled() or not any(
-                tensor.requires_grad for tensor in _tensors_of(value)
-            ), (
-                f"the shared value {key} requires grad, and the rank's pipeline stages would share its graph"
-            )
+            # Not all versions of torch trace the search; without compilation it sees the same values.
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                requires_grad = any(tensor.requires_grad for tensor in _tensors_of(value))
+                assert not requires_grad, (
+                    f"the shared value {key} requires grad, and the rank's pipeline stages would share its graph"
+                )
             self._values[key] = value
         return self._values[key]
 
@@ -105,6 +106,8 @@ class Tokens:
     pooled_from: int | None = None
     """Tokens of the sequence of which these are windows, in a stack that has shortened it: a difference of indices is
     no distance. None: these are the tokens."""
+    memory_tokens: int = 0
+    """Tokens of earlier segments that stand before the text where others attend to it; queries are those behind."""
     carried: Mapping[str, tuple[TokenAxes, Tensor]] = field(default_factory=dict, hash=False)
     """Axes and tensor of each signal of a part, by its key; read them with `get`, and set them with `with_signals`."""
     forward: Forward = field(default_factory=Forward)

@@ -7,6 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import NonNegativeFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed, at_most
 from xscale.nn.head.head import IGNORE_INDEX
@@ -31,11 +32,11 @@ class Cpc(Masked):
     depends on the number of ranks and on `train.micro_batch_size`."""
 
     class Config(Masked.Config):
-        sentence_length: int = Field(default=32, ge=1)
+        sentence_length: PositiveInt = 32
         """Tokens of a sentence; sentence i of a sample is that of global token i."""
         sentence_fraction: float = Field(default=0.125, gt=0, lt=1)
         """Fraction of a sample's sentences that are masked, at least one."""
-        sentence_weight: float = Field(default=0.25, ge=0)
+        sentence_weight: NonNegativeFloat = 0.25
         """Weight of the loss of sentences beside that of tokens; the paper weighs them 0.2 to 0.8."""
 
     @classmethod

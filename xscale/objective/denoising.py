@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
+from xscale.core.config import Fraction, FractionBelowOne
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.init import seed_of
@@ -40,18 +41,18 @@ class Denoising(Objective):
     """Text infilling and sentence permutation by default, which the paper trains BART with."""
 
     class Config(Objective.Config):
-        permuted_sentences: float = Field(default=1.0, ge=0, le=1)
+        permuted_sentences: Fraction = 1.0
         """Sentence permutation: fraction of a document's sentences that are shuffled among their places."""
-        masked_tokens: float = Field(default=0.0, ge=0, lt=1)
+        masked_tokens: FractionBelowOne = 0.0
         """Token masking: fraction of the tokens that become a mask token each."""
-        infilled: float = Field(default=0.3, ge=0, lt=1)
+        infilled: FractionBelowOne = 0.3
         """Text infilling: fraction of the tokens in spans that become one mask token each; a span of length 0 inserts
         one."""
         mean_span: float = Field(default=3.0, ge=0.5)
         """Mean of the Poisson distribution of the lengths of infilled spans."""
-        deleted_tokens: float = Field(default=0.0, ge=0, lt=1)
+        deleted_tokens: FractionBelowOne = 0.0
         """Token deletion: fraction of the tokens that are left out."""
-        rotated_documents: float = Field(default=0.0, ge=0, le=1)
+        rotated_documents: Fraction = 0.0
         """Document rotation: probability that a document is rotated to begin with a token chosen at random."""
 
     @classmethod

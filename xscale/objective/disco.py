@@ -6,12 +6,12 @@ Each position has a subset of its own. Its size is uniform from none to all othe
 of a size are equally likely.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.ops.mask import OBSERVED
 from xscale.nn.head.head import IGNORE_INDEX
 from xscale.nn.head.length_head import LENGTHS
@@ -29,12 +29,12 @@ class Disco(Objective):
         """How a target is written. easy_first: all positions anew in each iteration, each from those that were easier
         than it in the first one (Kasai et al. 2020, section 4). mask_predict: the least likely ones anew, from all
         others (Ghazvininejad et al. 2019)."""
-        iterations: int = Field(default=10, ge=1)
+        iterations: PositiveInt = 10
         """Most iterations of decoding; easy_first ends where one changes nothing."""
-        length_candidates: int = Field(default=5, ge=1)
+        length_candidates: PositiveInt = 5
         """Likeliest lengths of which each is decoded; the target with the highest mean log-probability is taken."""
 
-    predicts_length: ClassVar[bool] = True
+    predicts_length = True
 
     def batch(
         self, tokens: Tensor, documents: Tensor | None, index: Tensor, **fields: Any

@@ -9,9 +9,9 @@ sections and sentinels. With `data.cross_documents` the documents of a sample ar
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import Fraction
 from xscale.core.errors import Problem
 from xscale.nn.init import seed_of
 from xscale.objective.objective import (
@@ -43,9 +43,9 @@ LEAST = 3
 )
 class FillInMiddle(Causal):
     class Config(Objective.Config):
-        fim_rate: float = Field(default=0.5, ge=0, le=1)
+        fim_rate: Fraction = 0.5
         """Probability that a document is rearranged."""
-        spm_rate: float = Field(default=0.5, ge=0, le=1)
+        spm_rate: Fraction = 0.5
         """Probability that a rearranged document is in the order SPM, and not PSM."""
 
     @classmethod

@@ -1,11 +1,12 @@
 """Masked language modelling (Devlin et al. 2019, section 3.1): some tokens are masked, replaced or kept."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import Fraction
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.head.head import IGNORE_INDEX
@@ -17,16 +18,16 @@ from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTr
 @OBJECTIVES.register("masked", traits=ObjectiveTraits(causal=False, source=False, random=True))
 class Masked(Objective):
     class Config(Objective.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "share": "mask_probability",
             "hidden": "mask_fraction",
             "replaced": "random_fraction",
         }
         mask_probability: float = Field(default=0.15, gt=0, lt=1)
         """Fraction of the tokens that are predicted; special tokens, such as those that end documents, never are."""
-        mask_fraction: float = Field(default=0.8, ge=0, le=1)
+        mask_fraction: Fraction = 0.8
         """Fraction of the predicted tokens that the mask token replaces."""
-        random_fraction: float = Field(default=0.1, ge=0, le=1)
+        random_fraction: Fraction = 0.1
         """Fraction of the predicted tokens that a random token replaces; the rest stay as they are."""
 
     @classmethod

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import FractionBelowOne, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.head.head import IGNORE_INDEX
@@ -51,9 +51,9 @@ class MaskedSentences(Masked):
         """Class of a pair. next: whether the second text follows the first, or is of another document (BERT). order:
         whether the second text follows the first, or precedes it (ALBERT). three_way: whether it follows, precedes, or
         is of another document (StructBERT)."""
-        ngrams: int = Field(default=1, ge=1)
+        ngrams: PositiveInt = 1
         """Longest n-gram that is masked as one; a length of n has a probability proportional to 1/n (ALBERT)."""
-        shuffled_trigrams: float = Field(default=0.0, ge=0, lt=1)
+        shuffled_trigrams: FractionBelowOne = 0.0
         """Fraction of the text in trigrams whose tokens are shuffled, and predicted in their order (StructBERT). Masked
         tokens are not among them."""
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from xscale.core import config as schema
+from xscale.core.config import FractionBelowOne, NonNegativeFloat
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.core.requirements import KeyNeed
@@ -125,11 +125,11 @@ class Objective:
     """Built as `Objective(config, specials, length, seed)`."""
 
     class Config(schema.Config):
-        label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+        label_smoothing: FractionBelowOne = 0.0
         """Probability that the training loss spreads evenly over the vocabulary, taken from the target (Szegedy et al.
         2016); evaluations report the loss without it."""
 
-        z_loss_weight: float = Field(default=0.0, ge=0)
+        z_loss_weight: NonNegativeFloat = 0.0
         """Weight in the training loss of the square of each target's log-sum-exp of the logits, which keeps them small
         (z-loss; Chowdhery et al. 2022, PaLM, take 1e-4); evaluations report the loss without it."""
 

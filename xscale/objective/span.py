@@ -1,6 +1,6 @@
 """Span corruption (Raffel et al. 2020, section 3.1.4): sentinels stand for spans, which the target spells out."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -15,7 +15,7 @@ from xscale.objective.objective import OBJECTIVES, Batch, Objective, ObjectiveTr
 @OBJECTIVES.register("span", traits=ObjectiveTraits(causal=True, source=True, random=True))
 class Span(Objective):
     class Config(Objective.Config):
-        renamed: ClassVar[dict[str, str]] = {"share": "noise_density"}
+        renamed = {"share": "noise_density"}
         noise_density: float = Field(default=0.15, gt=0, lt=1)
         """Fraction of the tokens that are corrupted."""
         mean_length: float = Field(default=3.0, ge=1)

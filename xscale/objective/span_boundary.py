@@ -7,6 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_least
 from xscale.nn.head.boundary_head import BOUNDARIES
@@ -31,7 +32,7 @@ class SpanBoundary(Masked):
     class Config(Masked.Config):
         geometric: float = Field(default=0.2, gt=0, lt=1)
         """Parameter p of the lengths of spans: a length of n has a probability proportional to p (1 - p)^(n - 1)."""
-        max_span: int = Field(default=10, ge=1)
+        max_span: PositiveInt = 10
         """Longest span, in tokens; the model's boundary head has as many positions."""
 
     @classmethod

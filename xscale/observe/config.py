@@ -1,35 +1,32 @@
 """Config of the observers of a run."""
 
 import importlib.util
-from typing import Annotated
 
-from pydantic import Field
-
-from xscale.core.config import Config
+from xscale.core.config import Config, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 
 
 class ProfileConfig(Config):
-    at: Annotated[int, Field(ge=1)] = 10
+    at: PositiveInt = 10
     """First step that is profiled. The first steps of a run compile and allocate."""
-    steps: Annotated[int, Field(ge=1)] = 3
+    steps: PositiveInt = 3
     """Steps that are profiled."""
 
 
 class ObserveConfig(Config):
-    every_steps: Annotated[int, Field(ge=1)] = 1
+    every_steps: PositiveInt = 1
     """Steps between entries in metrics.jsonl and TensorBoard; the first and the last step are always logged. Only then
     are the statistics of the model read from the device."""
     progress: bool = True
     """Show progress: a bar on a terminal, lines elsewhere. Messages and evaluations are always shown."""
-    progress_steps: Annotated[int, Field(ge=1)] = 10
+    progress_steps: PositiveInt = 10
     """Steps between printed lines where standard output is not a terminal."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     report: bool = True
     """Write report.html at the end."""
-    health_steps: Annotated[int, Field(ge=1)] = 50
+    health_steps: PositiveInt = 50
     """Logged steps over which the load of an expert is averaged before a warning that it gets almost no tokens."""
     profile: ProfileConfig | None = None
     """Profile some steps on each rank: traces, the largest operators, memory on a GPU, in RUN/profile. null: none."""

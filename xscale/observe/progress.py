@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import ClassVar, TextIO
+from typing import TextIO
 
 from xscale.core.progress_bar import TerminalBar
 from xscale.observe.events import (
@@ -38,7 +38,7 @@ class Progress(Observer):
     that follows 30 s of silence.
     """
 
-    shows_messages: ClassVar[bool] = True
+    shows_messages = True
 
     def __init__(
         self, *, steps: bool = True, every: int = 10, stream: TextIO | None = None

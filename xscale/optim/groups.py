@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from pydantic import Field
 
-from xscale.core.config import Config
+from xscale.core.config import Config, FractionBelowOne, NonNegativeFloat, PositiveFloat
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 
@@ -19,14 +19,14 @@ NEAREST = 3
 class ParameterGroup(Config):
     match: str = Field(min_length=1)
     """Pattern of full parameter names, such as `*.router.*`: * any characters, ? one, [ab] one of these."""
-    lr_factor: float = Field(default=1.0, ge=0)
+    lr_factor: NonNegativeFloat = 1.0
     """Multiplier of the learning rate of these parameters, on top of the schedule."""
-    weight_decay: float | None = Field(default=None, ge=0)
+    weight_decay: NonNegativeFloat | None = None
     """Decoupled weight decay of all these parameters, gains and biases too; null: as without a group."""
-    clip_grad_norm: float | None = Field(default=None, gt=0)
+    clip_grad_norm: PositiveFloat | None = None
     """Greatest norm of the gradient of these parameters alone, to which it is scaled down; null: they are clipped by
     `train.clip_grad_norm`, together with all others that have no limit of their group."""
-    since: float = Field(default=0.0, ge=0, lt=1)
+    since: FractionBelowOne = 0.0
     """Fraction of the run's steps before which these parameters are frozen."""
     until: float = Field(default=1.0, gt=0, le=1)
     """Fraction of the run's steps from which on these parameters are frozen."""

@@ -2,11 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from pydantic import Field
+from typing import Any
 
 from xscale.core import config as schema
+from xscale.core.config import Fraction, NonNegativeInt
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.core.requirements import at_most
@@ -24,7 +23,7 @@ class Schedule:
     """Built as `Schedule(config, steps)`."""
 
     class Config(schema.Config):
-        warmup_steps: int = Field(default=100, ge=0)
+        warmup_steps: NonNegativeInt = 100
         """Steps over which the learning rate rises linearly from 0."""
 
     def __init__(self, config: Any, steps: int) -> None:
@@ -78,8 +77,8 @@ class Cosine(Schedule):
     """Loshchilov and Hutter 2017: after warm-up, a half cosine down to `min_lr_ratio` of the peak."""
 
     class Config(Schedule.Config):
-        renamed: ClassVar[dict[str, str]] = {"floor": "min_lr_ratio"}
-        min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+        renamed = {"floor": "min_lr_ratio"}
+        min_lr_ratio: Fraction = 0.1
         """Learning rate of the last step over the peak learning rate."""
 
     def after_warmup(self, step: int) -> float:
@@ -93,10 +92,10 @@ class Wsd(Schedule):
     """Hu et al. 2024 (MiniCPM): warm-up, a stable plateau, and a decay at the end."""
 
     class Config(Schedule.Config):
-        renamed: ClassVar[dict[str, str]] = {"floor": "min_lr_ratio"}
-        decay_steps: int = Field(default=1000, ge=0)
+        renamed = {"floor": "min_lr_ratio"}
+        decay_steps: NonNegativeInt = 1000
         """Steps of the linear decay at the end."""
-        min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+        min_lr_ratio: Fraction = 0.0
         """Learning rate of the last step over the peak learning rate."""
 
     @classmethod

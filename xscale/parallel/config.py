@@ -1,10 +1,10 @@
 """Config of the engine: section `parallel` of a recipe."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
-from xscale.core.config import Config
+from xscale.core.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
 from xscale.core.paths import PathText
 from xscale.mesh.axes import MeshConfig
 
@@ -23,7 +23,7 @@ class ZeroConfig(Config):
     """ZeRO implementation: torch's fully_shard (FSDP2), or DeepSpeed, which can offload (data and tensor parallel)."""
     stage: Literal[0, 1, 2, 3] = 1
     """States sharded over the data-parallel ranks: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters."""
-    prefetch: int | None = Field(default=None, ge=0)
+    prefetch: NonNegativeInt | None = None
     """ZeRO-3: how many blocks ahead to all-gather in forward. 0: FSDP's implicit prefetch, which stalls when a block
     syncs with the host, as the all-to-all of experts does; null: 1 with ep > 1, else 0. Backward always prefetches one
     block."""
@@ -42,11 +42,11 @@ class PipelineConfig(Config):
         "1f1b"
     )
     """Pipeline schedule: the order of forwards and backwards of a step's micro-batches."""
-    stages_per_rank: int = Field(default=2, ge=1)
+    stages_per_rank: PositiveInt = 2
     """Stages of each rank (virtual pipeline stages), with schedule interleaved_1f1b."""
-    blocks_per_stage: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    blocks_per_stage: tuple[PositiveInt, ...] | None = None
     """Blocks of each stage, first to last (an encoder's before its decoder's); null: stages of balanced cost."""
-    renamed: ClassVar[dict[str, str]] = {
+    renamed = {
         "chunks": "stages_per_rank",
         "stages_by_hand": "blocks_per_stage",
     }
@@ -71,7 +71,7 @@ class ExpertConfig(Config):
 
 
 class RecomputeConfig(Config):
-    every: int = Field(default=0, ge=0)
+    every: NonNegativeInt = 0
     """Activation checkpointing of every k-th block: discard its activations and recompute them in backward. 0: save
     all."""
     granularity: Literal["full", "selective"] = "full"
@@ -88,7 +88,7 @@ class RecomputeConfig(Config):
     reversible: bool = True
     """Free the inputs of reversible blocks (block.residual=reversible) in forward and reconstruct them in backward;
     false: save what other blocks save, the baseline for measurements."""
-    renamed: ClassVar[dict[str, str]] = {
+    renamed = {
         "keep": "granularity",
         "gathered": "regather_sequence_parallel_input",
     }
@@ -125,13 +125,13 @@ class ParallelConfig(Config):
     """Capture forward and backward of a micro-batch as a CUDA graph, whose kernels are launched at once: for small
     models, which wait for the launches. One process, samples of one length without masked documents, no dropout, no
     experts, no recomputation, no offload; with or without `compile`."""
-    start_timeout_seconds: float = Field(default=600.0, gt=0)
+    start_timeout_seconds: PositiveFloat = 600.0
     """`timeout_seconds` until the first step is done, and in evaluations and saves, which may compile or wait for
     disks. Ranks wait as long for one that does not start."""
-    timeout_seconds: float = Field(default=120.0, gt=0)
+    timeout_seconds: PositiveFloat = 120.0
     """Abort after this many seconds without progress in a step, naming the hung rank and the collective that others
     wait in."""
-    io_timeout_seconds: float = Field(default=7200.0, gt=0)
+    io_timeout_seconds: PositiveFloat = 7200.0
     """Abort when ranks wait longer than this for one that prepares data, or reads or writes its shards of a checkpoint.
     A save may take any time while a rank writes; a rank that has ended is noticed at once."""
 
@@ -142,13 +142,13 @@ class ParallelConfig(Config):
 
 
 class LossScaleConfig(Config):
-    initial: float = Field(default=65536.0, gt=0)
+    initial: PositiveFloat = 65536.0
     """Factor of the loss at the first step, a power of 2, so that scaling rounds nothing."""
-    growth_interval: int = Field(default=2000, ge=1)
+    growth_interval: PositiveInt = 2000
     """Steps without an overflow after which the scale is doubled."""
-    backoff: int = Field(default=1, ge=1)
+    backoff: PositiveInt = 1
     """Powers of 2 by which an overflow lowers the scale: 1 halves it."""
-    minimum: float = Field(default=1.0, gt=0)
+    minimum: PositiveFloat = 1.0
     """Lowest scale, a power of 2. Gradients that overflow even so are not finite: train.nonfinite applies to them."""
 
 

@@ -74,30 +74,16 @@ class NoDraws(RandomNumbers):
         return x
 
     def dropout_add(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        p: float,
-        tokens: Tokens,
-        implementation: str | None = None,
+        self, x: Tensor, residual: Tensor, p: float, *arguments: Any, **named: Any
     ) -> Tensor:
         if p:
             raise self._refuse()
-        return super().dropout_add(x, residual, p, tokens, implementation)
+        return super().dropout_add(x, residual, p, *arguments, **named)
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        p: float,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, p: float, **masks: Any) -> Tensor:
         if p:
             raise self._refuse()
-        return super().attention(q, k, v, p, attn_mask=attn_mask, is_causal=is_causal)
+        return super().attention(q, k, v, p, **masks)
 
 
 def check(parallel: ParallelConfig, path: str, ranks: int = 1) -> list[Problem]:

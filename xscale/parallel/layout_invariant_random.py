@@ -73,17 +73,8 @@ class ShardedRandomNumbers(RandomNumbers):
             lambda size: plain.dropout(x.new_ones(size), p, dims), tuple(x.shape), dims, tokens
         )
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        p: float,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        return self.inner.attention(q, k, v, p, attn_mask=attn_mask, is_causal=is_causal)
+    def attention(self, *arguments: Any, **masks: Any) -> Tensor:
+        return self.inner.attention(*arguments, **masks)
 
     def dropout_add(
         self,

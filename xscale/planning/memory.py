@@ -1,7 +1,7 @@
 """Peak memory of the ranks: simulated steps of the stages plus the allocator's overhead; formulae for DeepSpeed."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -97,13 +97,16 @@ def memory_of_stages(
         else roofline(device, DTYPES[settings.precision.compute])
     )
     pp, teacher = degrees.pp, teacher_bytes(settings, degrees.world, vocabulary)
-    ranks = []
+    ranks: list[RankMemory] = []
+    workspaces: dict[Hashable, int] = {}
     for at in sorted({0, min(1, pp - 1), pp // 2, pp - 1}):
         micro_batches, activation_factor = _simulated_micro_batches(settings, pp, at, micros)
         rank = degrees.groups_along("pp")[0][at]
         ranks.append(
             RankMemory(
-                simulate_step(settings, degrees, rank, micro_batches, vocabulary, seconds),
+                simulate_step(
+                    settings, degrees, rank, micro_batches, vocabulary, seconds, workspaces
+                ),
                 activation_factor,
                 device,
                 teacher,

@@ -10,7 +10,14 @@ from torch import nn
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError, counted
 from xscale.data.tokenizer.tokenizer import TOKENIZERS
-from xscale.measure.device import DEVICES, GIVEN, Device, device_named, device_of_memory
+from xscale.measure.device import (
+    DEVICES,
+    GIVEN,
+    Device,
+    device_named,
+    device_of_memory,
+    stated_device,
+)
 from xscale.measure.flops import size, training_flops
 from xscale.measure.memory import model_state_bytes
 from xscale.mesh import axes
@@ -41,6 +48,10 @@ ASSUMED = (
 )
 
 
+FIGURES = ("memory", "node", "link", "network", "flops", "bandwidth")
+"""Figures of a device that the command line may change."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """Machines of a plan; None: the figure of the device table."""
@@ -54,24 +65,35 @@ class Hardware:
     """Bytes/s between devices of a node, in one direction."""
     network: float | None = None
     """Bytes/s between nodes, per device."""
+    flops: float | None = None
+    """FLOP/s of dense matmuls in bfloat16."""
+    bandwidth: float | None = None
+    """Bytes/s between a device and its memory."""
 
     def resolve(self, settings: Settings) -> Device | None:
-        """Return the device, or None if none was named; ConfigError for an unknown one."""
+        """Return the device, or None if none was named; ConfigError for an unknown one whose figures are not stated."""
         if self.device is None:
             return None if self.memory is None else device_of_memory(self.memory)
-        if self.device != "cpu" and self.device not in DEVICES:
-            known = ", ".join([*DEVICES, "cpu"])
-            raise ConfigError(
-                "--device",
-                f"'{self.device}' is not in the table of devices",
-                f"Take one of {known}.",
-            )
-        changes = {name: getattr(self, name) for name in ("memory", "node", "link", "network")}
-        named = {name: value for name, value in changes.items() if value is not None}
-        device = device_named(self.device, DTYPES[settings.precision.compute])
+        named = {name: value for name in FIGURES if (value := getattr(self, name)) is not None}
+        if self.device == "cpu" or self.device in DEVICES:
+            device = device_named(self.device, DTYPES[settings.precision.compute])
+        else:
+            device = self._stated(self.device)
         tf32 = settings.precision.float32_matmul != "highest"
         return replace(
             device, tf32=tf32, **named, sources={**device.sources, **dict.fromkeys(named, GIVEN)}
+        )
+
+    def _stated(self, name: str) -> Device:
+        """Return a device that the table has not, by its figures."""
+        if self.flops is not None and self.memory is not None and self.bandwidth is not None:
+            return stated_device(name, self.flops, self.memory, self.bandwidth)
+        known = ", ".join([*DEVICES, "cpu"])
+        raise ConfigError(
+            "--device",
+            f"'{name}' is not in the table of devices",
+            f"Take one of {known}, or state another one by all of --flops (TFLOP/s of dense matmuls in bfloat16), "
+            "--memory (GB) and --bandwidth (GB/s of its memory).",
         )
 
 

@@ -6,17 +6,16 @@ tensors hold no data, the load over experts is balanced, and no token is dropped
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from xscale.data.samples.loader import FullSamples, Loader
-from xscale.measure.op_tracer import Message, OpTracer, Peak, PhaseCost
+from xscale.measure.op_tracer import Message, OpTracer, Peak, PhaseCost, Segment
 from xscale.mesh.axes import Degrees
 from xscale.mesh.environment import RankInfo
 from xscale.mesh.mesh import fake_mesh
@@ -30,92 +29,36 @@ from xscale.mesh.torch_private import (
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.ffn.moe.moe import Moe
-from xscale.nn.ffn.moe.permutation import DispatchPlan, ExpertsCall
-from xscale.nn.module import substitute
+from xscale.nn.module import carried_tensors, substitute
+from xscale.nn.segment_state import SEGMENT_STATE, SegmentStates
 from xscale.nn.tokens import SharedValues, Tokens
 from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialTokens
 from xscale.parallel import context
-from xscale.parallel.context.moe import GlobalRouting
 from xscale.parallel.context.ring.document_runs import find_document_runs, share_document_runs
-from xscale.parallel.context.sequence_sharding import TokenShard
-from xscale.parallel.deepep import ExpertsByDeepEp
-from xscale.parallel.expert import AllToAll, SplitRowsOverTp
 from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.precision import float8
 from xscale.parallel.recompute.activation_checkpointing import CheckpointedBlocks
 from xscale.parallel.recompute.activation_offload import ActivationOffload, HostCopy
+from xscale.parallel.shard import zero
 from xscale.parallel.shard.sharded import (
     empty_like_local,
     fill_parameters,
     sharded_parameters,
     to_local,
 )
+from xscale.planning.balanced_routing import balance_routing
+from xscale.planning.repeated_layers import (
+    RepeatedLayers,
+    drop_layers,
+    extrapolate,
+    find_repeated,
+    mark_layers,
+)
 from xscale.settings.settings import Settings, build_on_meta
 from xscale.step.batches import MicroBatches, shard_over_cp
 from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 from xscale_kernels import rows
-
-
-class BalancedAllToAll(AllToAll):
-    """All-to-all of equally many rows to each rank, whatever the counts are."""
-
-    def __call__(
-        self,
-        rows: Tensor,
-        tokens_per_expert: Tensor,
-        experts: ExpertsCall,
-        dropout_keys: Tensor | None = None,
-    ) -> Tensor:
-        self.rows = len(rows)
-        return super().__call__(rows, tokens_per_expert, experts, dropout_keys)
-
-    def split_sizes(self, send: Tensor, receive: Tensor) -> tuple[list[int], list[int]]:
-        ranks = len(send)
-        ends = [self.rows * rank // ranks for rank in range(ranks + 1)]
-        sizes = [end - start for start, end in pairwise(ends)]
-        return sizes, sizes
-
-
-def balance_routing(model: nn.Module) -> None:
-    """Substitute, in each mixture, the steps whose sizes depend on the router's numbers."""
-    for module in model.modules():
-        if not isinstance(module, Moe):
-            continue
-        if "assign" in module.router.seams:
-            substitute(module.router, "assign", _in_turn)
-        if "counted" in module.router.seams:
-            substitute(module.router, "counted", lambda row: row)
-        dispatch = module.dispatch
-        plan = module.dispatch_plan
-        apply_experts = module.apply_experts
-        if isinstance(apply_experts, ExpertsByDeepEp):
-            # Its kernels take no tensors without numbers, so the step is that of the all-to-all.
-            substitute(module, "apply_experts", apply_experts.inner)
-        if isinstance(dispatch, SplitRowsOverTp) and isinstance(dispatch.dispatch, AllToAll):
-            balanced = BalancedAllToAll(dispatch.dispatch.group)
-            substitute(module, "dispatch", SplitRowsOverTp(balanced, dispatch.group))
-        elif isinstance(dispatch, AllToAll):
-            substitute(module, "dispatch", BalancedAllToAll(dispatch.group))
-        if isinstance(plan, GlobalRouting):
-            substitute(module, "dispatch_plan", replace(plan, select_rows=_first_rows))
-
-
-def _in_turn(logits: Tensor) -> Tensor:
-    """Assign tokens to experts in turn: [N], from logits [N, E]."""
-    return torch.arange(len(logits), device=logits.device) % logits.shape[1]
-
-
-def _first_rows(plan: DispatchPlan, tokens: TokenShard) -> DispatchPlan:
-    """Return the first rows of the plan of all tokens: as many as this rank has under a balanced load."""
-    rows = -(-len(plan.tokens) // tokens.sharding.count)
-    # A copy, as the real selection is.
-    index = torch.arange(rows, device=plan.tokens.device)
-    keys = None if plan.dropout_keys is None else plan.dropout_keys[index]
-    return DispatchPlan(
-        plan.tokens[index], plan.weights[index], plan.tokens_per_expert, plan.load, keys
-    )
-
 
 GLOO = ("reduce_scatter_base", "reduce_scatter_tensor")
 """Collectives for which gloo copies its input."""
@@ -147,6 +90,12 @@ class SimulatedStep:
     """Mean active parameters per token on this rank: experts count by the fraction that a token uses."""
     host_bytes: int = 0
     """Peak bytes of activations in CPU memory (`parallel.recompute.offload`)."""
+    segments: Mapping[Hashable, Segment] = field(default_factory=dict)
+    """What happens between the marks of the layers; empty where they are not marked."""
+    repeated: Mapping[int, RepeatedLayers] = field(default_factory=dict)
+    """The repeated layers that were simulated, by the number of their stack."""
+    left_out: int = 0
+    """Periods of layers of each of these stacks that were not simulated."""
 
 
 class UncountedOffload(ActivationOffload):
@@ -206,13 +155,41 @@ def simulate_step(
     micro_batches: int,
     vocabulary: int,
     seconds: Callable[[float, float], float] | None = None,
+    workspaces: dict[Hashable, int] | None = None,
 ) -> SimulatedStep:
-    """Simulate a step of `rank`. `seconds`: roofline, (FLOPs, bytes) -> seconds of an operator."""
+    """Simulate a step of `rank`, of layers that are equal only a few, from which the others follow.
+
+    `seconds`: roofline, (FLOPs, bytes) -> seconds of an operator. `workspaces`: as those of `OpTracer`.
+    """
+    known = {} if workspaces is None else workspaces
+    arguments = (settings, degrees, rank, micro_batches, vocabulary, seconds, known)
+    fewer = simulate_layers(*arguments, leave_out=None)
+    if not fewer.left_out:
+        return fewer
+    more = simulate_layers(*arguments, leave_out=fewer.left_out - 1)
+    figures = extrapolate(fewer, more, fewer.left_out)
+    if figures is None:
+        return simulate_layers(*arguments, leave_out=0)
+    return replace(more, left_out=0, **figures)
+
+
+def simulate_layers(
+    settings: Settings,
+    degrees: Degrees,
+    rank: int,
+    micro_batches: int,
+    vocabulary: int,
+    seconds: Callable[[float, float], float] | None = None,
+    workspaces: dict[Hashable, int] | None = None,
+    *,
+    leave_out: int | None,
+) -> SimulatedStep:
+    """Simulate a step of `rank` without that many periods of each stack's repeated layers; None: without most."""
     if settings.parallel.zero.engine != "torch":
         raise CannotSimulateError(f"the {settings.parallel.zero.engine} engine needs real tensors")
     parallel = settings.parallel.model_copy(update={"compile": False})
     plan = ParallelPlan(parallel, settings.precision, settings.data.sequence_length)
-    tracer = OpTracer(seconds, copying=() if seconds else GLOO)
+    tracer = OpTracer(seconds, copying=() if seconds else GLOO, workspaces=workspaces)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mesh(RankInfo(rank, degrees.world), degrees) as mesh:
         model = build_on_meta(settings, vocabulary)
@@ -223,6 +200,10 @@ def simulate_step(
         plan_blocks_of_tokens(model)
         offload = substitute_offload(model)
         specials, source_length = _specials(vocabulary), settings.data.source_length
+        repeated: dict[int, RepeatedLayers] = {}
+        if leave_out != 0:
+            repeated, leave_out = _leave_out_layers(model, settings, degrees, leave_out)
+            mark_layers(model, tracer)
         objective: Objective = OBJECTIVES.build(
             settings.objective, specials, source_length, settings.run.seed
         )
@@ -241,6 +222,7 @@ def simulate_step(
                 engine = make_engine(settings, model, sharded_tensors, mesh)
             state_bytes = dict(tracer.live)
             batches = [shard_over_cp(_faked(batch, fake), sharding) for batch in global_batches]
+            batches = _with_segment_states(model, batches, plan.compute)
             repeats = degrees.tp * degrees.pp
             stepper = Stepper(engine, objective, torch.device("cpu"), repeats=repeats)
             stepper.timer.phase = lambda name: tracer.labelled(phase=name)  # type: ignore[method-assign]
@@ -258,7 +240,23 @@ def simulate_step(
             parameters=sum(count for count, _ in sizes),
             active=round(sum(count * share for count, share in sizes)),
             host_bytes=offload.peak_bytes,
+            segments=tracer.segments,
+            repeated={number: layers.without(leave_out) for number, layers in repeated.items()},
+            left_out=leave_out,
         )
+
+
+def _leave_out_layers(
+    model: nn.Module, settings: Settings, degrees: Degrees, periods: int | None
+) -> tuple[dict[int, RepeatedLayers], int]:
+    """Remove that many periods of each stack's repeated layers, None: most. Return the layers and how many periods."""
+    parallel = settings.parallel
+    repeated = find_repeated(model, parallel, degrees, settings.data.sequence_length)
+    most = min((layers.periods - layers.fewest for layers in repeated.values()), default=0)
+    periods = most if periods is None else periods
+    drop_layers(model, repeated, periods)
+    zero.set_prefetch(model, zero.prefetched_blocks(parallel, degrees))
+    return repeated, periods
 
 
 def _take_step(stepper: Stepper, batches: list[Batch]) -> None:
@@ -326,6 +324,21 @@ def _batch(settings: Settings, objective: Objective) -> Batch:
     batch = batches.make(batches.loader.samples(0, rows), 1, settings.train.batch_size, None)
     find_document_runs(batch.tokens, batch.source)
     return batch
+
+
+def _with_segment_states(model: nn.Module, batches: list[Batch], dtype: torch.dtype) -> list[Batch]:
+    """Return the batches with what the model keeps of their rows between segments, if it keeps anything."""
+    if not (carried := carried_tensors(model)):
+        return batches
+    rows, device = len(batches[0].tokens.ids), torch.device("cpu")
+    states = SegmentStates(carried, rows * len(batches), dtype=dtype, device=device)
+    signals: list[dict[Any, Any]] = [
+        {SEGMENT_STATE: states.of_rows(rows * number, rows)} for number in range(len(batches))
+    ]
+    return [
+        replace(batch, tokens=batch.tokens.with_signals(signal))
+        for batch, signal in zip(batches, signals, strict=True)
+    ]
 
 
 def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:

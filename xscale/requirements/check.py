@@ -18,6 +18,7 @@ from xscale.requirements import (
     objective,
     optimizer,
     samples,
+    streams,
     training,
 )
 from xscale.requirements.solver import solve
@@ -82,6 +83,7 @@ REQUIREMENTS = RequirementSet(
         *optimizer.REQUIREMENTS,
         *frozen.REQUIREMENTS,
         *samples.REQUIREMENTS,
+        *streams.REQUIREMENTS,
         training.tasks_can_be_evaluated,
         *layout.OF_STEPS,
         *layout.OF_DISTILLATION,

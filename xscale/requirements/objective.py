@@ -47,6 +47,18 @@ def objective_goes_with_model(
     )
 
 
+def texts_with_versions_have_choices(
+    objective_entry: ObjectiveEntry, data: DataConfig
+) -> Iterator[Problem]:
+    """What `data.dupe_factor` repeats is drawn by the objective and the sample, by the number of a text."""
+    if data.dupe_factor is None or (objective_entry.traits.random and not data.from_caller):
+        return
+    what = f"'{objective_entry.name}' makes no random choices that texts could have in versions"
+    if data.from_caller:
+        what = "the caller's samples have numbers, and no texts that come again"
+    yield Problem("data.dupe_factor", what, choices=take(None))
+
+
 def objective_reads_the_right_token(
     objective: Objective.Config, model_entry: Entry[ModelTraits]
 ) -> list[Problem]:
@@ -315,6 +327,7 @@ REQUIREMENTS = (
     objective_fits_itself,
     objective_goes_with_model,
     objective_reads_the_right_token,
+    texts_with_versions_have_choices,
     objective_needs_are_met,
     documents_are_of_the_objective,
     labels_are_of_the_objective,

@@ -33,7 +33,7 @@ FIXED = (
             "blend_limit",
             "blend_temperature",
             "validation",
-            "shuffle",
+            "order",
         )
     ),
     *(f"data.{key}" for key in ("sequence_length", "max_source_length", "max_target_length")),

@@ -1,5 +1,6 @@
 """The parts of a run in memory, and the device that it computes on."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from xscale.core.errors import ConfigError
 from xscale.data.samples.loader import Corpus
 from xscale.measure.flops import Size
 from xscale.mesh.environment import RankInfo
+from xscale.mesh.flat_shard import FlatShard
 from xscale.mesh.mesh import Mesh
 from xscale.objective.objective import Objective
 from xscale.optim.schedule import Schedule
@@ -16,6 +18,9 @@ from xscale.parallel.shard.sharded import ShardedParameter
 from xscale.settings.settings import Settings
 from xscale.step.batches import MicroBatches
 from xscale.step.stepper import Stepper
+
+CARRIED = "segments."
+"""Prefix of the names of states between segments in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,30 @@ class RunParts:
     flops_per_sample: float
     peak: float | None
     """FLOP/s of one device, None when not known."""
+
+    def state_tensors(self) -> dict[str, Tensor | FlatShard]:
+        """Every tensor of a checkpoint by name, which a load fills in place: those of the engine, and the states that
+        the model keeps of the rows of a batch between segments, of which each data-parallel rank has some."""
+        return {**self.stepper.engine.state_tensors(), **_carried_rows(self.training)}
+
     has_weights: bool = True
     """Whether the parameters have their initial weights; otherwise they wait for a checkpoint."""
+
+
+def _carried_rows(batches: MicroBatches) -> dict[str, FlatShard]:
+    states, rows = batches.states, batches.streams
+    if states is None or rows is None:
+        return {}
+    return {
+        f"{CARRIED}{name}": FlatShard(
+            tensor.view(-1),
+            shape := (rows, *tensor.shape[1:]),
+            (0,) * len(shape),
+            shape,
+            batches.first_row() * math.prod(shape[1:]),
+        )
+        for name, tensor in states.tensors.items()
+    }
 
 
 def device_of(settings: Settings, rank_info: RankInfo) -> torch.device:

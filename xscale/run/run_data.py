@@ -1,8 +1,11 @@
 """The data of a run: its tokenizer, its corpus and the micro-batches of this rank."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.errors import ConfigError
@@ -16,8 +19,13 @@ from xscale.mesh.consensus import Consensus
 from xscale.mesh.environment import RankInfo
 from xscale.mesh.mesh import Mesh
 from xscale.mesh.shared_folder import require_visible
+from xscale.nn.blocks.stack import Stack
+from xscale.nn.depth.segment_memory.memory import SegmentMemory
+from xscale.nn.module import carried_tensors
+from xscale.nn.segment_state import SegmentStates
 from xscale.objective.objective import OBJECTIVES, Objective, SpecialTokens
 from xscale.parallel import context
+from xscale.parallel.plan import DTYPES
 from xscale.run.init_weights import adopted_tokenizer, data_with_adopted_tokenizer
 from xscale.run.run_folder import CHECKPOINTS
 from xscale.settings.settings import Settings, labels_problems, records_problem
@@ -98,7 +106,10 @@ def prepare_and_open_data(
     require_visible(ranks, path, path, key)
     opened: list[Corpus] = []
     # On all ranks together: one that cannot open it would leave the others waiting.
-    ranks.on_all(path, lambda: opened.append(open_corpus(data, seed=settings.run.seed)))
+    streams = settings.train.batch_size if data.order == "streams" else None
+    ranks.on_all(
+        path, lambda: opened.append(open_corpus(data, seed=settings.run.seed, streams=streams))
+    )
     (corpus,) = opened
     name, where = str(settings.objective.kind), f"data in {corpus.sets[0].path}"
     if corpus.records != OBJECTIVES.get(name).traits.records:
@@ -140,8 +151,11 @@ def make_micro_batches(
     objective: Objective,
     mesh: Mesh,
     sharding: context.SequenceSharding | None = None,
+    model: nn.Module | None = None,
 ) -> MicroBatches:
-    """The micro-batches of this rank over one set of documents."""
+    """The micro-batches of this rank over one set of documents, for a model that may keep states between segments."""
+    streams = settings.train.batch_size if settings.data.order == "streams" else None
+    carried = {} if model is None or streams is None else carried_tensors(model)
     return MicroBatches(
         loader=loader,
         objective=objective,
@@ -153,4 +167,29 @@ def make_micro_batches(
         device=mesh.device,
         sequence_sharding=sharding,
         steps=settings.train.steps,
+        streams=streams,
+        new_states=partial(
+            SegmentStates, carried, dtype=DTYPES[settings.precision.compute], device=mesh.device
+        )
+        if carried
+        else None,
     )
+
+
+def require_text_of_memory(settings: Settings, model: nn.Module, corpus: Corpus) -> None:
+    """Refuse a memory of earlier segments that is longer than the text: ConfigError."""
+    stacks = [(path, part) for path, part in model.named_modules() if isinstance(part, Stack)]
+    text = len(corpus.train.data) * settings.data.sequence_length
+    for path, stack in stacks if settings.data.order == "streams" else ():
+        memory = stack.find(SegmentMemory)
+        if memory is not None and memory.config.length > text:
+            key = f"model.{path}.{SegmentMemory.key}.length"
+            what = f"is {memory.config.length} tokens, and the training text has {text}"
+            raise ConfigError(key, what, "Use a shorter memory or more text.")
+
+
+def with_training_states(batches: MicroBatches, batch_size: int) -> MicroBatches:
+    """The training micro-batches with the states of this rank's rows between segments, if the model keeps any."""
+    if batches.new_states is None:
+        return batches
+    return replace(batches, states=batches.new_states(batch_size // batches.ranks))

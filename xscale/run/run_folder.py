@@ -15,6 +15,7 @@ from xscale.core.compose import dump
 from xscale.core.config import encode
 from xscale.core.errors import ConfigError, FaultError, Problem
 from xscale.core.files.atomic_write import write_atomically
+from xscale.core.files.file_errors import disk_reason, disk_remedy
 from xscale.core.files.file_lock import FileLock, LockedError
 from xscale.core.files.file_safety import (
     check_name,
@@ -72,21 +73,21 @@ def open_folder(settings: Settings) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"cannot create the folder {folder}: {error.strerror}"
-        raise ConfigError("run.dir", what, "Choose a writable one.") from None
+        what = f"cannot create the folder {folder}: {disk_reason(error, folder)}"
+        fix = f"{disk_remedy(error, folder)}, or choose another."
+        raise ConfigError("run.dir", what, fix) from None
     return folder
 
 
 def unwritable(folder: Path, error: OSError) -> ConfigError | FaultError:
     """The error of a run whose folder cannot be written: the user's where a right is missing, else the disk's."""
-    what = f"{error.filename2 or error.filename or folder} cannot be written: {error.strerror or error}"
+    what = f"{error.filename2 or error.filename or folder} cannot be written: {disk_reason(error, folder)}"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) or isinstance(
         error, IrregularFileError
     ):
         return ConfigError("run.dir", what, "Let this user write there, or choose another folder.")
-    return FaultError(
-        f"{what}. Free space or mend the disk, and start the same command again, which resumes the run."
-    )
+    fix = f"{disk_remedy(error, folder)}, and start the same command again, which resumes the run."
+    return FaultError(f"{what}. {fix}")
 
 
 WRITTEN_FIRST = (LOCK_FILE, TOKENIZER, NAME)

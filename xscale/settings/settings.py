@@ -2,14 +2,21 @@
 
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import pydantic
 import torch
 from torch import nn
 
 from xscale.checkpoint.config import CheckpointConfig
-from xscale.core.config import Config, Slot
+from xscale.core.config import (
+    Config,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Slot,
+)
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.foreign import reason
 from xscale.core.paths import PathText
@@ -72,11 +79,11 @@ class About(Config):
 
 
 class RunConfig(Config):
-    renamed: ClassVar[dict[str, str]] = {"changed": "allow_changed"}
+    renamed = {"changed": "allow_changed"}
 
     dir: PathText = "runs/default"
     """Folder of everything the run writes; starting again with the same folder resumes the run."""
-    seed: int = pydantic.Field(default=0, ge=0)
+    seed: NonNegativeInt = 0
     """Seed of initial weights, data order, dropout and router noise."""
     fresh: bool = False
     """Refuse to resume from a checkpoint that is already in the folder."""
@@ -101,11 +108,11 @@ class InitConfig(Config):
 class SampleConfig(Config):
     prompts: tuple[str, ...] = ()
     """Prompts to generate from at the end of a run (models that can generate)."""
-    tokens: int = pydantic.Field(default=128, ge=1)
+    tokens: PositiveInt = 128
     """Most tokens to generate for a prompt."""
-    temperature: float = pydantic.Field(default=0.8, ge=0)
+    temperature: NonNegativeFloat = 0.8
     """Divisor of the logits; 0 takes the most likely token."""
-    top_k: int | None = pydantic.Field(default=40, ge=1)
+    top_k: PositiveInt | None = 40
     """Sample among the k most likely tokens only; null: all."""
 
 
@@ -113,11 +120,11 @@ class TasksConfig(Config):
     names: tuple[str, ...] = ()
     """Tasks of lm_eval, such as hellaswag, that the model is evaluated on during the run; needs the extra `eval`.
     Empty: none."""
-    every_steps: int = pydantic.Field(default=1000, ge=1)
+    every_steps: PositiveInt = 1000
     """Steps between evaluations of the tasks; one more follows the last step."""
-    limit: int | None = pydantic.Field(default=None, ge=1)
+    limit: PositiveInt | None = None
     """Examples of each task; null: all."""
-    shots: int | None = pydantic.Field(default=None, ge=0)
+    shots: NonNegativeInt | None = None
     """Examples before each question; null: as many as the task says, or none."""
     folder: PathText | None = None
     """Folder of further tasks, as YAML files of lm_eval, which rank 0 reads; null: the library's alone."""
@@ -129,24 +136,24 @@ class SpikeConfig(Config):
     checkpoint and skip the data since then. stop: end the run."""
     window: int = pydantic.Field(default=100, ge=4)
     """How many losses before a step its loss is compared with; there are no spikes until half of them are known."""
-    deviations: float = pydantic.Field(default=8.0, gt=0)
+    deviations: PositiveFloat = 8.0
     """A spike exceeds their median by more than this many median absolute deviations (8: about 5 standard ones) ..."""
-    floor: float = pydantic.Field(default=0.05, ge=0)
+    floor: NonNegativeFloat = 0.05
     """... and by more than this fraction of the median."""
 
 
 class TrainConfig(Config):
-    renamed: ClassVar[dict[str, str]] = {"clip": "clip_grad_norm"}
+    renamed = {"clip": "clip_grad_norm"}
 
-    steps: int = pydantic.Field(default=1000, ge=1)
+    steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
-    stop_after: int | None = pydantic.Field(default=None, ge=1)
+    stop_after: PositiveInt | None = None
     """Save and exit after this many steps of this process, as on a signal; null: train to the last step."""
-    batch_size: int = pydantic.Field(default=16, ge=1)
+    batch_size: PositiveInt = 16
     """Sequences in one optimizer step, over all ranks."""
-    micro_batch_size: int = pydantic.Field(default=4, ge=1)
+    micro_batch_size: PositiveInt = 4
     """Sequences in one forward of one rank; expert capacity and auxiliary losses apply to a micro-batch."""
-    clip_grad_norm: float | None = pydantic.Field(default=1.0, gt=0)
+    clip_grad_norm: PositiveFloat | None = 1.0
     """Greatest norm of the gradient of all parameters, to which it is scaled down; null: no clipping. Parameters of an
     `optimizer.groups` with a `clip_grad_norm` are clipped by that, apart from the others."""
     ema_decay: float | None = pydantic.Field(default=None, gt=0, lt=1)
@@ -157,23 +164,23 @@ class TrainConfig(Config):
     """Action on a step whose loss or gradient is not finite; see spike.policy."""
     spike: SpikeConfig = SpikeConfig()
     """Policy for loss spikes."""
-    skip_limit: int = pydantic.Field(default=10, ge=0)
+    skip_limit: NonNegativeInt = 10
     """Most steps skipped in a row; one more ends the run."""
-    rollback_limit: int = pydantic.Field(default=3, ge=1)
+    rollback_limit: PositiveInt = 3
     """Most rollbacks to the same checkpoint; one more ends the run."""
     freeze: tuple[str, ...] = ()
     """Patterns of full parameter names that are not trained, such as `embed.*`: * any characters, ? one. They have no
     optimizer states."""
-    eval_every: int = pydantic.Field(default=100, ge=0)
+    eval_every: NonNegativeInt = 100
     """Steps between evaluations on the validation documents; one more follows the last step. 0: no evaluations."""
-    eval_sequences: int | None = pydantic.Field(default=64, ge=1)
+    eval_sequences: PositiveInt | None = 64
     """Sequences of an evaluation; null: all."""
-    gc_every_steps: int = pydantic.Field(default=50, ge=0)
+    gc_every_steps: NonNegativeInt = 50
     """Steps between collections of Python's cyclic garbage, by all ranks after the same step. 0: Python decides when,
     on each rank for itself, and the other ranks wait."""
     baseline: bool = True
     """Compute bits per byte of an order-2 byte model (of the first 256 MB of text) at the end, for comparison."""
-    bleu_pairs: int = pydantic.Field(default=0, ge=0)
+    bleu_pairs: NonNegativeInt = 0
     """Validation pairs whose targets a run on pairs writes at the end; it prints their BLEU (by sacrebleu), beside that
     of the sources as they stand. 0: none."""
     sample: SampleConfig = SampleConfig()

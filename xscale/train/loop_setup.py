@@ -59,7 +59,7 @@ def make_loop(parts: RunParts, state: State, context: LoopContext) -> Loop:
     facts = RankFacts(parts, state, batches, stop, context.lock, context.saves)
     saver = RunSaver(parts, state, context.saves, context.memory, facts, stop, watchdog, observer)
     if parts.mesh.device.type == "cuda" and parts.settings.checkpoint.every_steps:
-        context.saves.prepare(parts.stepper.engine.state_tensors())
+        context.saves.prepare(parts.state_tensors())
     spikes = LossSpikes(train, state, observer)
     scaling = LossScaling(parts.settings.precision, state, observer)
     step = OptimizerStep(
@@ -75,6 +75,7 @@ def make_loop(parts: RunParts, state: State, context: LoopContext) -> Loop:
         watchdog=watchdog,
         scalars=facts.collect,
         before_update=saver.wait_for_copy,
+        segment_states=parts.training.states,
     )
     works = RunWork(parts, state, observer, stop, watchdog, context.profiler).table()
     around = (kernel_log.recording, context.garbage.automatic)

@@ -57,7 +57,7 @@ class Resumed:
 def resume(parts: RunParts, folder: Path, memory: InMemoryCheckpoint | None) -> Resumed:
     """Load the newest good checkpoint, if there is one. Collective."""
     settings, engine = parts.settings, parts.stepper.engine
-    tensors = engine.state_tensors()
+    tensors = parts.state_tensors()
     length = settings.data.sequence_length
     # Some ranks may read for much longer than others, so all wait in the group that has the timeout for it.
     group = parts.mesh.background

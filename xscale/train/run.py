@@ -28,6 +28,7 @@ from xscale.observe import EndReport, Observer
 from xscale.observe.make_observers import make_observers
 from xscale.run.init_weights import load_initial_weights
 from xscale.run.parts import RunParts
+from xscale.run.route_replay import require_all_routes
 from xscale.run.run_facts import peak_memory, run_facts
 from xscale.run.run_folder import (
     CHECKPOINTS,
@@ -43,7 +44,7 @@ from xscale.run.run_folder import (
 from xscale.run.token_counts import init_from_token_counts
 from xscale.settings.settings import Settings
 from xscale.train.compile_artifacts import CompileArtifacts
-from xscale.train.compile_cache import remove_incomplete_libraries
+from xscale.train.compile_cache import remove_incomplete_files
 from xscale.train.garbage_collection import GarbageCollection
 from xscale.train.loop import Loop
 from xscale.train.loop_setup import LoopContext, make_loop
@@ -66,8 +67,8 @@ def train(settings: Settings, samples: Any = None) -> int:
     began = time.perf_counter()
     rank_info = read_rank_info()
     if settings.parallel.compile:
-        for file in remove_incomplete_libraries():
-            what = "a library of torch.compile's cache that a killed compilation left incomplete"
+        for file in remove_incomplete_files():
+            what = "a file of torch.compile's cache that a killed compilation or a power cut left incomplete"
             print(f"xscale: removed {file}, {what}", file=sys.stderr, flush=True)
     with StopSignal(speaks=rank_info.is_rank0) as stop, leaving_process_group():
         try:
@@ -135,6 +136,7 @@ def _train(
                 print(f"{folder}: {done}", flush=True)
             return EXIT_DONE
         parts = set_up(settings, rank_info, resumes=True, samples=samples)
+        require_all_routes(parts)
         # A prompt or a task that cannot be used must not end the run after many steps.
         encode_prompts(settings, parts.corpus.tokenizer)
         require_tasks(settings.train.tasks, Consensus(parts.mesh.background))

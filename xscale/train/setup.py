@@ -39,14 +39,17 @@ from xscale.parallel.shard.sharded import ShardedParameter, sharded_parameters
 from xscale.run.config_changes import check_same_config
 from xscale.run.init_weights import adopt_tokenizer
 from xscale.run.parts import RunParts, device_of
+from xscale.run.route_replay import open_replay, with_routes
 from xscale.run.run_data import (
     data_of_run,
     evaluation_sequences,
     make_micro_batches,
     padding_note,
     prepare_and_open_data,
+    require_text_of_memory,
     special_tokens_of,
     with_caller_samples,
+    with_training_states,
 )
 from xscale.run.run_folder import CHECKPOINTS
 from xscale.settings.settings import Settings, build_on_meta
@@ -104,7 +107,9 @@ def set_up(
     specials = replace(special_tokens_of(tokenizer), vocabulary=unpadded)
     source_length = settings.data.source_length
     model = build_on_meta(settings, tokenizer.vocabulary, unpadded)
+    require_text_of_memory(settings, model, corpus)
     plan = _checked_plan(settings, model, specials, rank_info.world)
+    replay = open_replay(model, tokenizer, Consensus(mesh.background, "read"))
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
     backends = attention_backends.sentences(device, dropout=draws_dropout(model))
@@ -115,13 +120,14 @@ def set_up(
     objective: Objective = OBJECTIVES.build(
         settings.objective, specials, source_length, settings.run.seed
     )
+    objective, replay_lines = with_routes(replay, model, objective)
     objective, lines = distil(settings, objective, model, tokenizer, mesh, fresh=draw_weights)
-    applied += lines
+    applied += replay_lines + lines
     engine = make_engine(settings, model, parameters, mesh)
     graphs = _graphs(settings, model, objective, engine, device)
     repeats = degrees.tp * degrees.pp
     micro_batches = partial(
-        make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding
+        make_micro_batches, settings, objective=objective, mesh=mesh, sharding=sharding, model=model
     )
     return RunParts(
         settings=settings,
@@ -133,7 +139,7 @@ def set_up(
         applied=tuple(applied),
         schedule=SCHEDULES.build(settings.schedule, settings.train.steps),
         stepper=Stepper(engine, objective, device, repeats=repeats, graphs=graphs),
-        training=micro_batches(corpus.train),
+        training=with_training_states(micro_batches(corpus.train), settings.train.batch_size),
         validation=None if corpus.validation is None else micro_batches(corpus.validation),
         eval_sequences=_evaluation_sequences(settings, corpus.validation),
         token_bytes=torch.from_numpy(tokenizer.byte_lengths()).to(device),

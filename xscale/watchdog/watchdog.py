@@ -79,12 +79,7 @@ class StopSignal:
         threading.Thread(target=self._announce, name="signals", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._wakeup_before)

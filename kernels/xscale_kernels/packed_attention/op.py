@@ -201,14 +201,14 @@ def library_refusals(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, str], 
 
 
 @torch_private.constant_in_graphs
-def _capability() -> tuple[int, int]:
-    """Compute capability of the current GPU; (0, 0) without one."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+def _major_capability() -> int:
+    """First number of the current GPU's compute capability; 0 without one."""
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
 
 
 def runs_compiled(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `COMPILED` can run this call in a graph of torch.compile, which traces this question."""
-    return q.is_cuda and _takes_varlen(q, k, v) is None and _capability() >= (8, 0)
+    return q.is_cuda and _takes_varlen(q, k, v) is None and _major_capability() >= 8
 
 
 def packed_attention(

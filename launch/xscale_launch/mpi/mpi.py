@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from xscale_launch import attempts, command, profile, status
+from xscale_launch.command import say, write
 from xscale_launch.env import environment
 from xscale_launch.files import make_run_folder
-from xscale_launch.local import say
 from xscale_launch.nodes import devices
 from xscale_launch.nodes.worker_environment import HOST
 from xscale_launch.paths import path_argument
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     rank = (command.PYTHON, "-m", "xscale_launch.mpi.mpi_rank")
     argv = (*starter, *rank, *supervision, *preflight, "--", *work)
     if options.dry_run:
-        print(shlex.join(argv))
+        write(shlex.join(argv))
         return status.DONE
     make_run_folder(folder, "launch", "attempts", attempt.name)
     # On SIGTERM mpirun kills the ranks within a second; it forwards SIGUSR1, on which the ranks save and stop.

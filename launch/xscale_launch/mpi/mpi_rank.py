@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from xscale_launch import attempts, status
-from xscale_launch.agent import PREFLIGHT_FAILED, say
+from xscale_launch.agent import PREFLIGHT_FAILED
+from xscale_launch.command import say
 from xscale_launch.env import (
     RankEnv,
     environment,

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xscale_launch import command, profile, snapshot, status
+from xscale_launch.command import say, write
 from xscale_launch.env import environment, for_submission
 from xscale_launch.files import make_run_folder, remove_file, write_private, write_run_file
-from xscale_launch.local import say
 from xscale_launch.paths import path_argument
 from xscale_launch.plans import plan_query
 from xscale_launch.slurm import check_request, queue, script, sweep
@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--no-preflight", action="store_true", help="skip the preflight check of the nodes"
+    )
+    parser.add_argument(
+        "--no-plan",
+        action="store_true",
+        help="submit without a plan of the memory: only the config is checked",
     )
     parser.add_argument("--name", help="name of the job; default: the name of the run folder")
     parser.add_argument(
@@ -119,12 +124,17 @@ def run(options: argparse.Namespace) -> int:
     members = sweep_members(options)
     processes = site.nodes * site.processes_per_node
     try:
-        plans = query_member_plans(options, config, members, processes, gpu_options(site))
+        gpu = [] if options.no_plan else gpu_options(site)
+        plans = query_member_plans(options, config, members, processes, gpu)
     except LaunchError as error:
         raise LaunchError("\n".join([str(error), *other_problems(options, site)])) from None
     top = plans[0].run_dir.parent if members else plans[0].run_dir
     job = check_job(build_job(options, site, top, len(members)))
-    plan_problems = dict.fromkeys(problem for plan in plans for problem in plan.problems)
+    plan_problems = dict.fromkeys(
+        f"{problem} Submit it without a plan: --no-plan."
+        for plan in plans
+        for problem in plan.problems
+    )
     cluster_problems, cluster_known = check_cluster(job, options.dry_run)
     configs, deadline_problems = save_deadlines(
         [plan.config for plan in plans], site.signal_seconds
@@ -134,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
         raise LaunchError("not submitted:\n" + "\n".join(f"  - {problem}" for problem in problems))
     text = script.render(job)
     if options.dry_run:
-        print(script.render(job, shown=True), end="")
+        write(script.render(job, shown=True), end="")
         if cluster_known:
             say(f"sbatch --test-only: {test_only(text)}")
         say(f"dry run: nothing was written or submitted; the run folder would be {top}")
@@ -334,9 +344,9 @@ def announce(ids: Sequence[str], run: Path, members: Sequence[Path]) -> None:
     submitted = (
         f"job {ids[0]}" if len(ids) == 1 else f"jobs {', '.join(ids)}, each after the previous one"
     )
-    print(f"submitted {submitted}" + (f", an array of {len(members)} runs" if members else ""))
+    write(f"submitted {submitted}" + (f", an array of {len(members)} runs" if members else ""))
     for folder in members:
-        print(f"  {folder}")
-    print(
+        write(f"  {folder}")
+    write(
         f"run folder  {run}\nwatch       xscale launch status {run}\n            xscale launch logs {run} --follow"
     )

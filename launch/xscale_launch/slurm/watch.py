@@ -1,6 +1,8 @@
 """`xscale launch status | logs | cancel | requeue | resume RUN`: act on the jobs recorded in a run folder."""
 
 import argparse
+import codecs
+import io
 import json
 import math
 import time
@@ -8,9 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from xscale_launch import status
-from xscale_launch.command import columns
+from xscale_launch.command import columns, say, write
 from xscale_launch.files import open_run_file, read_run_file
-from xscale_launch.local import say
 from xscale_launch.paths import path_argument
 from xscale_launch.slurm import queue, submit
 from xscale_launch.slurm.job import record_job, submitted_jobs
@@ -69,11 +70,9 @@ def show_status(options: argparse.Namespace) -> int:
         say(f"the jobs cannot be queried here: {error}")
         return status.DONE
     if options.json:
-        print(
-            json.dumps(
-                {"run": str(run), "jobs": jobs, "runs": [asdict(reached) for reached in runs]}
-            )
-        )
+        reached = {"run": str(run), "jobs": jobs, "runs": [asdict(one) for one in runs]}
+        # json escapes every control character but this one.
+        write(json.dumps(reached).replace("\x7f", "\\u007f"))
         return status.DONE
     rows = [["JOB", "STATE", "REASON", "NODES", "RUN TIME", "LIMIT", "RESTARTS"]]
     rows += [
@@ -88,7 +87,7 @@ def show_status(options: argparse.Namespace) -> int:
         if ids
         else "no job: the run was started without Slurm"
     )
-    print(columns(rows) if jobs else no_jobs)
+    write(columns(rows) if jobs else no_jobs)
     print_runs(runs)
     return status.DONE
 
@@ -105,7 +104,7 @@ def print_runs(runs: list["RunProgress"]) -> None:
     for run in runs:
         ended = f", ended: {status.describe(run.status)}" if run.status is not None else ""
         reached = f"step {run.step}, loss {run.loss:.4f}" if run.step is not None else "no step yet"
-        print(f"{run.folder}: {reached}{ended}")
+        write(f"{run.folder}: {reached}{ended}")
 
 
 def summary(job: dict[str, str]) -> dict[str, object]:
@@ -196,42 +195,50 @@ def show_logs(options: argparse.Namespace) -> int:
         say(f"showing member {members[0].name} of {len(members)}; choose another with --member")
     if options.follow and not ids:
         raise LaunchError(f"{run} has no Slurm job to follow; use tail -f {path}")
-    offset = 0
-    if path is not None:
-        text = read_run_file(path)
-        print("\n".join(text.decode(errors="replace").splitlines()[-options.lines :]), flush=True)
-        offset = len(text)
+    log = None if path is None else GrowingLog(path)
+    if log is not None:
+        write("\n".join(log.read().splitlines()[-options.lines :]))
     if options.follow:
-        follow(run, options, path, offset)
+        follow(run, options, log)
     return status.DONE
 
 
-def follow(run: Path, options: argparse.Namespace, path: Path | None, offset: int) -> None:
-    """Print new text of a log after `offset`, and then of the logs of the jobs that resume the run."""
+def follow(run: Path, options: argparse.Namespace, log: "GrowingLog | None") -> None:
+    """Print what is appended to a log, and then the logs of the jobs that resume the run."""
     alive = True
     while alive:
         # A job that excluded a bad node has submitted a new job, and a chain has several jobs.
         ids = [entry.id for entry in submitted_jobs(run)]
         alive = any(job["JobState"] in LIVE for job in queue.known_jobs(ids))
         newest = log_file(run, ids, options)
-        if path is not None:
-            offset = print_from(path, offset)
-        if newest is not None and newest != path:
-            if path is not None:
+        if log is not None:
+            write(log.read(), end="")
+        if newest is not None and (log is None or newest != log.path):
+            if log is not None:
                 say(f"the run resumes in {newest}")
-            path, offset = newest, 0
+            log = GrowingLog(newest)
             alive = True
         elif alive:
             time.sleep(1.0)
 
 
-def print_from(path: Path, offset: int) -> int:
-    """Print the log from `offset`; return the new end."""
-    with open_run_file(path, "rb") as file:
-        file.seek(offset)
-        new = file.read()
-    print(new.decode(errors="replace"), end="", flush=True)
-    return offset + len(new)
+class GrowingLog:
+    """A log that grows, read as text; the carriage returns of progress bars end lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        # A character may be written in two parts, and so may the end of a line.
+        utf_8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = io.IncrementalNewlineDecoder(utf_8, translate=True)
+
+    def read(self) -> str:
+        """Return what was written since the last call. Errors as `open_run_file`."""
+        with open_run_file(self.path, "rb") as file:
+            file.seek(self._offset)
+            content = file.read()
+        self._offset += len(content)
+        return self._decoder.decode(content)
 
 
 def log_file(run: Path, ids: list[str], options: argparse.Namespace) -> Path | None:
@@ -274,7 +281,7 @@ def cancel(options: argparse.Namespace) -> int:
     # Cancel the last job of a chain first: otherwise it would start when the one before it ends.
     for job in reversed(live):
         queue.slurm_command("scancel", job_key(job))
-        print(f"cancelled {summary(job)['id']}")
+        write(f"cancelled {summary(job)['id']}")
     return status.DONE
 
 
@@ -298,7 +305,7 @@ def requeue(options: argparse.Namespace) -> int:
     for job in live:
         # Only signalled to save: the batch script requeues the job when all workers have saved, whatever KillWait is.
         queue.slurm_command("scancel", "--signal=USR1", job_key(job))
-        print(
+        write(
             f"signalled job {summary(job)['id']} to save; it is requeued when all workers have saved"
         )
     return status.DONE
@@ -315,5 +322,5 @@ def resume(options: argparse.Namespace) -> int:
     more = [f"--dependency=afterany:{options.after}"] if options.after else []
     job_id = submit.sbatch(path, more)
     record_job(run, job_id, path)
-    print(f"submitted job {job_id} again from {path}")
+    write(f"submitted job {job_id} again from {path}")
     return status.DONE

@@ -174,10 +174,10 @@ def test_what_the_library_has_and_xscale_has_not_is_refused(name: str, changes: 
 @pytest.mark.parametrize(
     ("name", "rule", "key"),
     [
-        ("gemma2", {"core": {"kind": "softmax", "soft_cap": 3.0}}, "model.stack.rules"),
+        ("gemma2", {"core": {"kind": "softmax", "soft_cap": 3.0}}, "mixer.core.soft_cap"),
         ("gemma3", {"position": "none"}, "model.stack.rules"),
         ("mistral with a window", {"core": "softmax"}, "model.stack.rules"),
-        ("qwen3", {"qk_norm_over": "heads"}, "model.stack.rules"),
+        ("qwen3", {"qk_norm_over": "heads"}, "mixer.qk_norm_over"),
         ("gpt_oss", {"core": "softmax"}, "mixer.core.sinks"),
         ("gpt_oss", {"bias": False}, "model.stack.rules"),
     ],

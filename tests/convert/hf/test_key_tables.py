@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from xscale.convert.hf import bert, gpt2, gpt_neox, xlnet
+from xscale.convert.hf import deberta, xlnet
 from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
 from xscale.convert.hf.registry import model_of
 
-TABLES = {"bert": bert.KEYS, "gpt2": gpt2.KEYS, "gpt_neox": gpt_neox.KEYS, "xlnet": xlnet.KEYS}
+TABLES = {"deberta": deberta.KEYS, "xlnet": xlnet.KEYS}
 VALUES: dict[str, Any] = {"width": 48, "depth": 3, "heads": 6, "eps": 3e-4, "init_std": 0.03, "dropout": 0.25}
 """Last part of a key of xscale -> a value that is not its default; truth values are true."""
 BLOCK = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.commands.test_import_hf import call
-from xscale.convert.hf.distilbert import KEYS
 from xscale.convert.hf.registry import ARCHITECTURES
+from xscale.convert.hf.types.bert import DISTILBERT_KEYS
 from xscale.core.errors import ConfigError
 
 DRAWS = 6
@@ -168,7 +168,7 @@ def albert(choose: Choose) -> Config:
 def distilbert(choose: Choose) -> Config:
     made = bert(choose)
     del made["type_vocab_size"]
-    shape = {KEYS.get(key, key): value for key, value in made.items()}
+    shape = {DISTILBERT_KEYS.get(key, key): value for key, value in made.items()}
     return shape | {"sinusoidal_pos_embds": choose(*[False] * 5, True)}
 
 

@@ -1,5 +1,6 @@
 """Parquet and saved Hugging Face datasets: every row once, in order, by row groups; bad ones refused by row."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.bounds import begin_peak, peak_above
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError
 from xscale.data.config import DataConfig
@@ -103,6 +105,65 @@ def test_a_missing_column_a_bad_file_and_a_missing_library_are_named(
     monkeypatch.setattr(columns, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pyarrow is not installed.*pip install 'pyarrow>=18'"):
         source("parquet", path).byte_ranges()
+
+
+def repeated(path: Path) -> None:
+    """A text of 16 MB, in 64 rows by its number in the dictionary; the reader is not told that it is one."""
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), ["a" * (16 << 20)])
+    table = pyarrow.table({"text": texts})
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=False)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+
+
+def one_page(path: Path) -> None:
+    """A text of 80 MiB in a page that is compressed to a few kilobytes."""
+    table = pyarrow.table({"text": ["a" * (80 << 20)]})
+    pyarrow.parquet.write_table(table, path, compression="zstd", use_dictionary=False)
+
+
+def long_lists(path: Path) -> None:
+    """A list of as many equal numbers as take 80 MiB."""
+    numbers = pyarrow.array([0], pyarrow.int64()).take(pyarrow.nulls(10 << 20, pyarrow.int32()).fill_null(0))
+    lists = pyarrow.ListArray.from_arrays([0, len(numbers)], numbers)
+    pyarrow.parquet.write_table(pyarrow.table({"text": lists}), path, compression="zstd")
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "largest", "refused"),
+    [
+        (repeated, "a.parquet", 400, ""),
+        (repeated, "a.arrow", 400, ""),
+        (one_page, "a.parquet", 50, r"a\.parquet: the column 'text' stands for 84 MB by \d+ bytes .*1,000 times"),
+        (long_lists, "a.parquet", 50, r"a\.parquet: the column 'text' stands for 84 MB by \d+ bytes .*1,000 times"),
+    ],
+    ids=["one text of many rows", "the same in an Arrow file", "a page of a long text", "a list of equal numbers"],
+)
+def test_a_small_file_that_stands_for_gigabytes_takes_little_memory(
+    write: Callable[[Path], None], name: str, largest: int, refused: str, tmp_path: Path
+) -> None:
+    """At most `largest` mebibytes; read all at once it would be a gigabyte."""
+    write(tmp_path / name)
+    made = source("parquet", tmp_path / name, longest=1 << 20, bad="refuse" if refused else "skip", max_bad_fraction=1)
+    gc.collect()
+    before = begin_peak()
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            list(made.documents())
+    else:
+        assert list(made.documents()) == []
+        assert made.skipped.count == 64
+    assert peak_above(before) < largest << 20
+
+
+def test_rows_that_fit_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are at once, the documents are the same."""
+    path = written(tmp_path, {"text": TEXTS})
+    for most in (1, 100_000, 1 << 30):
+        monkeypatch.setattr(columns, "BATCH_BYTES", most)
+        assert [document.text for document in source("parquet", path).documents()] == TEXTS
 
 
 def test_prepared_data_is_that_of_the_same_texts_as_json_lines(tmp_path: Path) -> None:

@@ -68,3 +68,18 @@ def test_members_of_a_file_are_an_array(site: Path, capsys: pytest.CaptureFixtur
 def test_members_are_not_combined(words: tuple[str, ...], site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch("--members", "members.json", *words) == 2
     assert "cannot be combined with" in capsys.readouterr().err
+
+
+TOO_LARGE = ("fake.gigabytes=300", "--gpu-memory-gigabytes", "80")
+
+
+def test_what_does_not_fit_is_not_submitted_unless_no_plan_is_wanted(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(*TOO_LARGE) == 2
+    said = capsys.readouterr().err
+    assert "rank 0 needs 300.00 GB" in said
+    assert "Take more devices. Submit it without a plan: --no-plan." in said
+    assert not (site / "run" / "launch").exists()
+    assert launch(*TOO_LARGE, "--no-plan") == 0
+    assert "submitted job 7" in capsys.readouterr().out

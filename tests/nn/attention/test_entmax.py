@@ -6,6 +6,8 @@ from torch import Tensor
 
 from tests.nn.attention.literal import build, drawn, inputs, masks, seen
 from xscale.nn.attention.entmax import Entmax, entmax
+from xscale.nn.dims import Dims
+from xscale.nn.init import draw
 
 
 def test_alpha_two_is_the_sparsemax() -> None:
@@ -73,3 +75,23 @@ def test_a_row_that_sees_nothing_gets_nothing() -> None:
     z = torch.full((2, 5), float("-inf"), dtype=torch.float64)
     z[0, 1] = 0.3
     assert entmax(z, torch.tensor(1.5, dtype=z.dtype)).tolist() == [[0, 1, 0, 0, 0], [0] * 5]
+
+
+@pytest.mark.parametrize("a", [-1e4, -40.0, 40.0])
+def test_an_alpha_at_its_ends_has_finite_gradients(a: float) -> None:
+    """As in the authors' code alpha is at least 1.01: at 1 the power of the formula has no bound."""
+    core = build(Entmax.Config(), causal=True)
+    core.a.data.fill_(a)
+    q, k, v = (x.requires_grad_() for x in inputs(9, 9))
+    out = core(q, k, v, next(iter(masks(9, causal=True, documents=False))))
+    gradients = torch.autograd.grad(out.square().sum(), (q, k, v, core.a))
+    assert out.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_heads_begin_with_different_alphas() -> None:
+    dims = Dims(width=32, depth=2, vocabulary=32, length=64, causal=True)
+    core = Entmax(Entmax.Config(), dims, 8, 4)
+    values = draw(core.init["a"], (8,), 0, "a")
+    assert len(set(values.tolist())) == 8
+    assert (values.abs() < 4).all()

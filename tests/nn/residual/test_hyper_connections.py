@@ -11,7 +11,7 @@ from xscale.core.config import decode
 from xscale.nn.blocks.block import BlockConfig
 from xscale.nn.blocks.stack import Stack, StackConfig
 from xscale.nn.init import draw
-from xscale.nn.residual.hyper_connections import doubly_stochastic
+from xscale.nn.residual.hyper_connections import ConnectionWeights, doubly_stochastic
 
 WIDTH, LENGTH, STREAMS = 8, 5, 3
 
@@ -117,17 +117,6 @@ def test_sublayer_k_reads_stream_k_at_first() -> None:
     assert reads == [0, 1, 2, 0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "maps"),
-    [("hyper_connections", {"read_map", "write_map", "mix_map"}), ("mhc", {"map"})],
-    ids=["free", "mhc"],
-)
-def test_maps_of_tokens_decay_and_static_weights_do_not(kind: str, maps: set[str]) -> None:
-    """Zhu et al. 2024, section 4: weight decay is for the dynamic component alone."""
-    part: Any = built(kind).blocks["0"].mixer.connection
-    assert {name for name, _ in part.named_parameters() if part.decays[name]} == maps
-
-
 def test_the_mix_of_mhc_is_doubly_stochastic() -> None:
     mix = doubly_stochastic(drawn(4, STREAMS, STREAMS) * 3, 200)
     ones = torch.ones(4, STREAMS, dtype=mix.dtype)
@@ -139,3 +128,18 @@ def test_the_mix_of_mhc_is_doubly_stochastic() -> None:
 def test_large_logits_do_not_overflow() -> None:
     mix = doubly_stochastic(torch.tensor([[900.0, -900.0], [-900.0, 900.0]]), 20)
     assert torch.equal(mix, torch.eye(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "decaying"),
+    [
+        ("hyper_connections", {"read_map", "write_map", "mix_map", "scale"}),
+        ("mhc", {"map"}),
+    ],
+)
+def test_what_decays_is_what_depends_on_the_token(kind: str, decaying: set[str]) -> None:
+    """Zhu et al. 2024, section 4: the static component has no weight decay, the dynamic one has: s tanh(norm(H) W)."""
+    connections = [module for module in built(kind).modules() if isinstance(module, ConnectionWeights)]
+    assert len(connections) == 4
+    for connection in connections:
+        assert {name for name, decays in connection.decays.items() if decays} == decaying

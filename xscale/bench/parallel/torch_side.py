@@ -127,7 +127,8 @@ def ring(sizes: ParallelSizes, mesh: Mesh) -> TorchSide:
     gather = functions.get("all_gather_single_autograd") or functions["all_gather_tensor_autograd"]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        both = gather(torch.stack((k, v)).movedim(3, 0).contiguous(), 0, group).movedim(0, 3)
+        gathered = gather(torch.stack((k, v)).movedim(3, 0).contiguous(), 0, group)
+        both = _with_contiguous_gradient(gathered).movedim(0, 3)
         return F.scaled_dot_product_attention(q, both[0], both[1], attn_mask=mask)
 
     return _context_parallel_side(sizes, mesh, attend)
@@ -155,6 +156,13 @@ def ulysses(sizes: ParallelSizes, mesh: Mesh) -> TorchSide:
 def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all: slice r of [R, ...] goes to rank r."""
     received: Tensor = collectives.all_to_all_single_autograd(parts.contiguous(), None, None, group)
+    return _with_contiguous_gradient(received)
+
+
+def _with_contiguous_gradient(received: Tensor) -> Tensor:
+    """Return the output of a collective, whose backward in torch 2.11 sends contiguous gradients alone."""
+    if received.requires_grad:
+        received.register_hook(lambda gradient: gradient.contiguous())
     return received
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from xscale.checkpoint.disk import Digest, Disk
-from xscale.checkpoint.errors import CheckpointError, explain
+from xscale.checkpoint.errors import CheckpointError
 from xscale.checkpoint.index import TensorEntry
 from xscale.checkpoint.load import CheckpointReader, read_config
 from xscale.checkpoint.tools.tools import find_checkpoint
@@ -36,7 +36,7 @@ def consolidate(
     """Write the tensors with prefix `only` to the safetensors file `out` and return the file's digest.
 
     The prefix is removed from the names unless `keep_prefix`. The run's config goes into the file's metadata.
-    ConfigError when `out` exists or no name has the prefix; CheckpointError when `out` cannot be written.
+    ConfigError when `out` exists or no name has the prefix; OSError when `out` cannot be written.
     """
     path = find_checkpoint(path)
     if out.exists():
@@ -69,7 +69,7 @@ def consolidate(
         disk.sync(out.parent)
     except OSError as error:
         remove_file(part.parent, part.name)
-        raise explain(out, error) from None
+        raise OSError(error.errno, error.strerror, str(out)) from error
     return disk.written[part]
 
 

@@ -1,5 +1,6 @@
 """Listing, showing, verifying, comparing and pruning checkpoints without a model; `commands.checkpoint` prints it."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,8 +12,8 @@ from xscale.checkpoint.disk import Disk
 from xscale.checkpoint.errors import CheckpointError
 from xscale.checkpoint.files import MANIFEST, bad_folders, hidden_folders, step_of, visible_steps
 from xscale.checkpoint.load import CheckpointReader, read_config, read_state
-from xscale.checkpoint.retention import delete_excess, excess
-from xscale.core.errors import ConfigError, plain
+from xscale.checkpoint.retention import delete, excess
+from xscale.core.errors import ConfigError, Problem, plain
 from xscale.core.files.run_files import kind_of, read_run_file
 from xscale.core.files.run_near import run_near
 
@@ -117,19 +118,26 @@ def prune(
     """Delete the checkpoints that retention does not keep, and with `bad_too` those that were set aside.
 
     Returns the deleted paths, or with `dry` those that would be deleted. The newest one whose hashes are right is kept.
+    ConfigError for those that cannot be deleted.
     """
     run, folder = folder, checkpoints_folder(folder)
     if folder != run and kind_of(folder) != "a folder":
         what = "this is a symbolic link, and what it points to may be another run's"
         raise ConfigError(str(folder), what, f"Give {folder} itself if you made it.")
     aside = bad_folders(folder) if bad_too else []
+    rows = excess(folder, keep_last, keep_every, hashes=True)
+    paths = [path for _, path in rows] + aside
     if dry:
-        return [path for _, path in excess(folder, keep_last, keep_every, hashes=True)] + aside
+        return paths
     disk = Disk()
-    deleted = delete_excess(folder, keep_last, keep_every, disk, hashes=True)
+    for step, path in rows:
+        delete(folder, step, path, disk)
     for path in aside:
         disk.delete(path)
-    return deleted + aside
+    if left := [path for path in paths if os.path.lexists(path)]:
+        fix = "Let this user write there, or mount it for writing."
+        raise ConfigError([Problem(str(path), "it cannot be deleted", fix) for path in left])
+    return paths
 
 
 def describe(path: Path, hashes: bool = False) -> CheckpointRow:

@@ -1,5 +1,6 @@
 """`xscale bench` of whole runs: their steps, the memory that these take, and their checkpoints."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -100,6 +101,38 @@ def bench_memory(
             raise ConfigError(problems)
         comparisons.append((name, compare_memory(recipe)))
     print(dumps({name: asdict(row) for name, row in comparisons}) if json else show(comparisons))
+
+
+def bench_plan(
+    recipes: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Recipes, by file or name; default: all of configs/run and configs/xformer.",
+            parser=path,
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device that is planned for.")] = "h100",
+    limit: Annotated[float, typer.Option(help="Most seconds of a plan.", min=1)] = 300,
+    json: Json = False,
+) -> None:
+    """Measure the processor time and the memory that `xscale plan` takes for each recipe.
+
+    The exit status is 1 where a plan fails.
+    """
+    from dataclasses import asdict
+    from json import dumps
+
+    from xscale.bench.plans import all_recipes, cost_of_plan, format_costs
+
+    files = [readable(recipe) for recipe in recipes] if recipes else all_recipes()
+    costs = []
+    for file in files:
+        costs.append(cost_of_plan(file, device, limit))
+        print(f"{file.stem}: {costs[-1].seconds:.1f} s", file=sys.stderr, flush=True)
+    print(dumps([asdict(cost) for cost in costs]) if json else format_costs(costs))
+    if any(cost.failed for cost in costs):
+        raise typer.Exit(1)
 
 
 def bench_train(

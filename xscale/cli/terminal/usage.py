@@ -62,7 +62,7 @@ OTHERS_OPTIONS = {
     "--open": "The page that it writes opens in a browser.",
 }
 """An option of other commands -> a sentence on what is done here, where no option here is so called."""
-USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # type: ignore[assignment]
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's `UsageError`; by its version, typer takes it from click or has its own."""
 
 

@@ -33,7 +33,8 @@ from xscale.convert.hf.registry import model_of
 from xscale.convert.hf.tokenizer import tokenizer_of
 from xscale.convert.megatron import LIBRARY, GPTModelArguments, gpt_model_arguments, weights
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError, Problem
-from xscale.core.files.file_safety import decode_json, read_regular, remove_folder
+from xscale.core.files.atomic_write import writing_folder
+from xscale.core.files.file_safety import decode_json, read_regular
 from xscale.core.foreign import reason
 from xscale.data.corpus.stored_tokenizer import store_tokenizer
 from xscale.recipe import read
@@ -84,10 +85,7 @@ def export_megatron(
     arguments, mapping = gpt_model_arguments(model, sizes), weights(model)
     check_complete(opened, mapping)
     tokenizer = tokenizer_of(path, config["data"])
-    part = out.with_name(f".{out.name}.writing")
-    remove_folder(part.parent, part.name)
-    part.mkdir(parents=True)
-    try:
+    with writing_folder(out) as part:
         with single_process_megatron():
             gpt = build(arguments)
             fill(gpt, dict(to_external(opened, mapping)))
@@ -108,8 +106,6 @@ def export_megatron(
         else:
             store_tokenizer(tokenizer, part)
         part.rename(out)
-    finally:
-        remove_folder(part.parent, part.name)
     say(
         f"{out}: written ({WEIGHTS_ONLY}); {ARGUMENTS} has the arguments of the GPTModel that loads it"
     )

@@ -1,20 +1,19 @@
 """`xscale plot pattern`: plot attention layouts in the terminal or to a file."""
 
 from pathlib import Path
-from typing import Annotated
 
 from xscale.commands.show.recipes import YAML, config_file, recipe_named
-from xscale.core.config import Config, Slot, decode
+from xscale.core.config import Config, decode
 from xscale.core.errors import ConfigError
 from xscale.core.yaml_reader import parse
-from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, pattern_layout
+from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternSlot, pattern_layout
 from xscale.observe.report.layout_text import caption, distinct_heads, save, text
 
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class _Chosen(Config):
-    pattern: Annotated[Pattern.Config, Slot(PATTERNS)]
+    pattern: PatternSlot
     """The pattern to plot."""
 
 

@@ -10,6 +10,7 @@ from xscale.commands.show.recipes import YAML, heading, recipe_named
 from xscale.core.compose import SCHEMA, compose, configs_folder
 from xscale.core.config_keys.keys import ConfigKeys, Key, first_sentence, wrapped
 from xscale.core.errors import ConfigError
+from xscale.core.files.file_errors import disk_reason, disk_remedy
 from xscale.core.files.file_safety import remove_file
 from xscale.core.yaml_writer import flow_text
 
@@ -136,5 +137,7 @@ def _write_new(target: Path, text: str) -> None:
         raise ConfigError(str(target), "the file exists, and is not overwritten", fix) from None
     except OSError as error:
         raise ConfigError(
-            str(target), f"cannot be written: {error.strerror}", "Choose another with --out."
+            str(target),
+            f"cannot be written: {disk_reason(error, target)}",
+            f"{disk_remedy(error, target)}, or choose another with --out.",
         ) from None

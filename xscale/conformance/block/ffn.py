@@ -20,6 +20,7 @@ from xscale.conformance.small_parts import (
 from xscale.core.registry import Entry
 from xscale.nn.ffn.ffn import Ffn
 from xscale.nn.forward import Forward
+from xscale.nn.neighbours import NeighbourReader
 from xscale.nn.tokens import Tokens
 
 LENGTH = 24
@@ -70,8 +71,11 @@ def a_token_uses_a_part_of_the_weights_where_declared(entry: Entry[Any]) -> None
     if not parameters:
         assert not entry.traits.sparse
         return
+    # A token that reads its neighbours uses the weights of each of their places.
+    length = LENGTH if entry.traits.reads_neighbours else 1
     for seed in range(4):
-        out = part(drawn(1, 1, WIDTH, seed=seed), tokens(1, 1)).square().sum()
+        x = drawn(1, length, WIDTH, seed=seed)
+        out = part(x, tokens(length, 1))[:, length // 2].square().sum()
         gradients = torch.autograd.grad(out, parameters, allow_unused=True)
         used = sum(int(gradient.count_nonzero()) for gradient in gradients if gradient is not None)
         assert (
@@ -86,19 +90,32 @@ def gradients_fit_differences(entry: Entry[Any]) -> None:
     assert slope_fits(lambda x: part(x, around), [drawn(2, LENGTH, WIDTH)])
 
 
-@check("ffn", lambda entry: entry.traits.token_shift)
-def a_token_reads_the_one_before_it_in_its_document(entry: Entry[Any]) -> None:
-    """Nothing else; and in generation the cache holds what the next token reads."""
-    part, x = built(entry), drawn(2, LENGTH, WIDTH)
+@check("ffn", lambda entry: entry.traits.reads_neighbours)
+def a_token_reads_its_neighbours_in_its_document(entry: Entry[Any]) -> None:
+    """As many as the part's `NeighbourReader`s say, and nothing else."""
+    for causal in (True, False):
+        part, x = built(entry, causal=causal), drawn(2, LENGTH, WIDTH)
+        readers = [module for module in part.modules() if isinstance(module, NeighbourReader)]
+        left, right = (
+            sum(getattr(reader, side) for reader in readers) for side in ("left", "right")
+        )
+        assert left + right > 0
+        full = part(x, tokens(LENGTH))
+        changed = torch.cat((x[:, :9], 3 * x[:, 9:10] + 1, x[:, 10:]), 1)
+        differs = (part(changed, tokens(LENGTH)) - full).abs().amax((0, 2)) > 1e-9
+        assert differs.nonzero().flatten().tolist() == list(range(9 - right, 10 + left))
+        packed = part(x, tokens(LENGTH, documents=numbered(9, 2, LENGTH - 11)))
+        apart = [
+            part(piece, tokens(piece.shape[1])) for piece in torch.split(x, [9, 2, LENGTH - 11], 1)
+        ]
+        assert close(packed, torch.cat(apart, 1))
+
+
+@check("ffn", lambda entry: entry.traits.reads_neighbours)
+def generation_keeps_what_the_next_token_reads(entry: Entry[Any]) -> None:
+    """The cache holds it, and the outputs are those of the full sequence."""
+    part, x = built(entry, causal=True), drawn(2, LENGTH, WIDTH)
     full = part(x, tokens(LENGTH))
-    changed = torch.cat((x[:, :7], 3 * x[:, 7:8] + 1, x[:, 8:]), 1)
-    differs = (part(changed, tokens(LENGTH)) - full).abs().amax((0, 2)) > 1e-9
-    assert differs.nonzero().flatten().tolist() == [7, 8]
-    packed = part(x, tokens(LENGTH, documents=numbered(9, 2, LENGTH - 11)))
-    apart = [
-        part(piece, tokens(piece.shape[1])) for piece in torch.split(x, [9, 2, LENGTH - 11], 1)
-    ]
-    assert close(packed, torch.cat(apart, 1))
     cache, around = dict[str, Any](), tokens(LENGTH)
     for begin, end in [(0, 5), (5, 6), (6, LENGTH)]:
         new = Tokens(

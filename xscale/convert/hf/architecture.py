@@ -28,11 +28,14 @@ class Requirements:
             return True
         choices = " or ".join(_text(choice) for choice in allowed)
         what = f"{self.architecture} does not support {_text(value)}"
-        self.problems.append(Problem(path, what, f"{choices} would map."))
+        self.reject(path, what, f"{choices} would map.")
         return False
 
     def reject(self, path: str, what: str, fix: str) -> None:
-        self.problems.append(Problem(path, what, fix))
+        """Record a problem, once."""
+        problem = Problem(path, what, fix)
+        if problem not in self.problems:
+            self.problems.append(problem)
 
 
 def _text(value: Any) -> str:
@@ -123,6 +126,8 @@ class Architecture:
     """Keys of `FEATURES` that the mapping reads; of the others only the defaults map."""
     without_capacity: Callable[[Any], Any] = lambda config: config
     """Return the config without expert capacity, which an export removes; used to compare logits."""
+    config_keys: frozenset[str] = frozenset()
+    """Keys of config.json that are honoured."""
     inputs: Callable[[Any, Tensor], dict[str, Tensor]] = lambda config, ids: {}
     """Inputs of the library's model besides ids [B, T], for the comparison of the logits."""
     objective: str | None = None

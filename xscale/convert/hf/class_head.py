@@ -15,10 +15,8 @@ from xscale.convert.hf.architecture import (
     Data,
     ModelSizes,
     Requirements,
-    require_features,
 )
-from xscale.convert.hf.bert import BERT, ROBERTA
-from xscale.convert.hf.distilbert import DISTILBERT
+from xscale.convert.hf.types.bert import BERT, DISTILBERT, ROBERTA
 from xscale.convert.mapping import WeightMapping, weight, with_biases
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
@@ -65,17 +63,20 @@ HEADS = {
     names.architecture.name: names
     for names in (
         ClassHeadNames(
-            BERT, "BertForSequenceClassification", "BertForTokenClassification", "bert.pooler.dense"
+            BERT.architecture(),
+            "BertForSequenceClassification",
+            "BertForTokenClassification",
+            "bert.pooler.dense",
         ),
         ClassHeadNames(
-            ROBERTA,
+            ROBERTA.architecture(),
             "RobertaForSequenceClassification",
             "RobertaForTokenClassification",
             "classifier.dense",
             "classifier.out_proj",
         ),
         ClassHeadNames(
-            DISTILBERT,
+            DISTILBERT.architecture(),
             "DistilBertForSequenceClassification",
             "DistilBertForTokenClassification",
             "pre_classifier",
@@ -222,7 +223,6 @@ def select_classifier(
     for names in HEADS.values() if wanted is None else [HEADS[wanted]]:
         require, data = Requirements(head.loader(names)), Data()
         if require.one_of("model", model.kind, names.architecture.kind):
-            require_features(model, (), require)
             data = names.architecture.to_hf(
                 _with_language_head(model, names.architecture), sizes, require
             )

@@ -14,10 +14,21 @@ from xscale.convert.hf.architecture import (
     activation_of,
     classic_block,
 )
-from xscale.convert.hf.bert import KEYS, TYPES
 from xscale.convert.hf.keys import keys_from_hf, keys_to_hf
+from xscale.convert.hf.types.bert import TYPES
 from xscale.convert.mapping import DUPLICATED, WeightMapping, per_block, weight, with_biases
 
+KEYS = {
+    "hidden_size": "width",
+    "num_hidden_layers": "stack.depth",
+    "num_attention_heads": "stack.block.mixer.heads",
+    "attention_probs_dropout_prob": "stack.block.mixer.dropout",
+    "hidden_dropout_prob": "stack.block.dropout",
+    "layer_norm_eps": "stack.block.norm.eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tied",
+}
+"""Keys with the same value, in both directions."""
 NAME = "deberta-v2"
 BODY, HEAD = "deberta", "cls.predictions"
 NORM = "layer_norm"

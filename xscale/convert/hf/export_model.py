@@ -25,7 +25,7 @@ from xscale.convert.hf.special_ids import export_generation_config, kept_special
 from xscale.convert.hf.tokenizer import export_tokenizer, tokenizer_of
 from xscale.convert.mapping import WeightMapping
 from xscale.core.errors import EXIT_DONE, EXIT_FAULT, ConfigError
-from xscale.core.files.file_safety import remove_folder
+from xscale.core.files.atomic_write import writing_folder
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.nn.head.head import vocabulary_parameters
 from xscale.nn.model.model import MODELS, Model
@@ -109,15 +109,10 @@ def export_model(
     else:
         chosen, data = select_classifier(head, model, sizes, architecture)
     data = special | data if kept is None else data | special
-    part = out.with_name(f".{out.name}.writing")
-    remove_folder(part.parent, part.name)
-    part.mkdir(parents=True)
-    try:
+    with writing_folder(out) as part:
         for message in export_generation_config(path, part, same_tokenizer=kept is not None):
             say(message)
         return _write(reader, chosen, model, sizes, data, tokenizer, part, out, tolerance, say)
-    finally:
-        remove_folder(part.parent, part.name)
 
 
 def _write(

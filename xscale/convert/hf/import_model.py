@@ -290,7 +290,9 @@ def _weights(
     ignored = sorted(
         name
         for name in unused
-        if any(re.fullmatch(pattern, name) for pattern in (*architecture.ignored, ".*lm_head.*"))
+        if any(
+            re.fullmatch(pattern, name) for pattern in (*architecture.ignored, r".*lm_head\.weight")
+        )
     )
     if unknown := sorted(unused - set(ignored)):
         fix = "The mapping supports no part of the model with these tensors."

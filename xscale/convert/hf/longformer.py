@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xscale.convert.hf.architecture import Architecture, Data, ModelSizes, Requirements
-from xscale.convert.hf.bert import ROBERTA_HEAD, BertFamily
+from xscale.convert.hf.architecture import Data, ModelSizes, Requirements
+from xscale.convert.hf.types.bert import LM_HEAD, ROBERTA, TYPES, tensors
 from xscale.convert.mapping import DUPLICATED, WeightMapping
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.mixer.attention import Attention
@@ -28,59 +28,51 @@ MIN_SIDE = 2
 """Minimum tokens on each side of the query in the library's operators."""
 
 
-class LongformerFamily(BertFamily):
-    def to_hf(self, config: Any, sizes: ModelSizes, require: Requirements) -> Data:
-        indices = _global_tokens(config, require)
-        data = super().to_hf(_dense(config), sizes, require)
-        if not data:
-            return {}
-        windows = _windows(config, require)
-        if not require.problems:
-            _check_divide(windows, require, "model.stack.rules")
-        return (
-            data
-            | {"attention_window": windows}
-            | ({} if indices is None else {GLOBAL_TOKENS: list(indices)})
-        )
+def to_hf(config: Any, sizes: ModelSizes, require: Requirements) -> Data:
+    """Convert a model's config to config.json; what does not map becomes a problem."""
+    indices = _global_tokens(config, require)
+    data = DENSE.to_hf(_dense(config), sizes, require)
+    if not data:
+        return {}
+    windows = _windows(config, require)
+    if not require.problems:
+        _check_divide(windows, require, "model.stack.rules")
+    return (
+        data
+        | {"attention_window": windows}
+        | ({} if indices is None else {GLOBAL_TOKENS: list(indices)})
+    )
 
-    def from_hf(self, data: Data, require: Requirements) -> Data:
-        depth, windows = data["num_hidden_layers"], data["attention_window"]
-        windows = [windows] * depth if isinstance(windows, int) else windows
-        if len(windows) != depth or any(window < 2 * MIN_SIDE or window % 2 for window in windows):
-            what = f"{windows} is not an even number of at least {2 * MIN_SIDE} tokens for each of {depth} layers"
-            require.reject(
-                "attention_window",
-                what,
-                "One such number, or a list with one per layer, would map.",
-            )
-            return {}
-        _check_divide(windows, require, "attention_window")
-        section = super().from_hf(data, require)
-        stack = section["stack"]
-        mixer = stack["block"]["mixer"]
-        stack["block"]["mixer"] = mixer | {"core": _core(windows[0])}
-        stack["rules"] = _rules(windows, mixer)
-        return (
-            section
-            if data.get(GLOBAL_TOKENS) is None
-            else _with_global_tokens(section, data[GLOBAL_TOKENS])
-        )
 
-    def weights(self, config: Any, sizes: ModelSizes) -> list[WeightMapping]:
-        copied = config.stack.block_config(0).mixer.kind == "attention"
-        return [
-            weight
-            for mapping in super().weights(config, sizes)
-            for weight in _with_global_weights(mapping, copied)
-        ]
+def from_hf(data: Data, require: Requirements) -> Data:
+    """Convert config.json to the `model` section; what does not map becomes a problem."""
+    depth, windows = data["num_hidden_layers"], data["attention_window"]
+    windows = [windows] * depth if isinstance(windows, int) else windows
+    if len(windows) != depth or any(window < 2 * MIN_SIDE or window % 2 for window in windows):
+        what = f"{windows} is not an even number of at least {2 * MIN_SIDE} tokens for each of {depth} layers"
+        fix = "One such number, or a list with one per layer, would map."
+        require.reject("attention_window", what, fix)
+        return {}
+    _check_divide(windows, require, "attention_window")
+    section = DENSE.from_hf(data, require)
+    if not section:
+        return {}
+    stack = section["stack"]
+    mixer = stack["block"]["mixer"]
+    stack["block"]["mixer"] = mixer | {"core": _core(windows[0])}
+    stack["rules"] = _rules(windows, mixer)
+    indices = data.get(GLOBAL_TOKENS)
+    return section if indices is None else _with_global_tokens(section, indices)
 
-    def architecture(self) -> Architecture:
-        return replace(
-            super().architecture(),
-            attention_span=lambda config: max(_windows(config, Requirements(self.name))),
-            with_tensors=_global_by_value,
-            inputs=_global_mask,
-        )
+
+def weights(config: Any, sizes: ModelSizes) -> list[WeightMapping]:
+    """Map every tensor of a model's config."""
+    copied = config.stack.block_config(0).mixer.kind == "attention"
+    return [
+        weight
+        for mapping in DENSE.weights(_dense(config), sizes)
+        for weight in _with_global_weights(mapping, copied)
+    ]
 
 
 def _global_tokens(config: Any, require: Requirements) -> tuple[int, ...] | None:
@@ -208,16 +200,26 @@ def _with_global_weights(mapping: WeightMapping, copied: bool) -> list[WeightMap
     return [mapping]
 
 
-LONGFORMER = LongformerFamily(
-    "longformer",
+DENSE = ROBERTA.variant(
     "longformer",
     "LongformerForMaskedLM",
-    1,
-    *ROBERTA_HEAD,
-    1,
-    (
+    tensors=tensors("longformer", *LM_HEAD, types=1, offset=True),
+    fixed={"is_decoder": None, "add_cross_attention": None},
+    ignored_keys=frozenset({"attention_window", "onnx_export", "sep_token_id"}),
+    notes=(
+        TYPES,
         "global attention: transformers takes the global tokens as an input, global_attention_mask. A model whose "
         "projections of global tokens are no copies of the others is imported as the mixer longformer with the first "
         "token global; with the mixer attention no token is, and an export writes copies",
     ),
-).architecture()
+)
+"""The model with softmax attention."""
+LONGFORMER = replace(
+    DENSE.architecture(),
+    to_hf=to_hf,
+    from_hf=from_hf,
+    weights=weights,
+    attention_span=lambda config: max(_windows(config, Requirements("longformer"))),
+    with_tensors=_global_by_value,
+    inputs=_global_mask,
+)

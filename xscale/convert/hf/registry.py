@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from xscale.convert.hf.albert import ALBERT
 from xscale.convert.hf.architecture import (
     Architecture,
     Data,
@@ -13,28 +12,12 @@ from xscale.convert.hf.architecture import (
     require_features,
 )
 from xscale.convert.hf.bart import BART
-from xscale.convert.hf.bert import BERT, BIG_BIRD, ROBERTA
 from xscale.convert.hf.deberta import DEBERTA_V2
-from xscale.convert.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from xscale.convert.hf.distilbert import DISTILBERT
-from xscale.convert.hf.gemma import GEMMA2, GEMMA3
-from xscale.convert.hf.gpt2 import GPT2
-from xscale.convert.hf.gpt_neox import GPT_NEOX
-from xscale.convert.hf.gpt_oss import GPT_OSS
-from xscale.convert.hf.llama import (
-    LLAMA,
-    MISTRAL,
-    MIXTRAL,
-    OLMO2,
-    OLMOE,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-)
 from xscale.convert.hf.longformer import LONGFORMER
 from xscale.convert.hf.mxfp4 import quantization_method
 from xscale.convert.hf.t5 import SWITCH, T5
+from xscale.convert.hf.tables.model_type import GENERAL_KEYS
+from xscale.convert.hf.types import bert, deepseek, gemma, glm, gpt_oss, layer_norm, llama, olmo
 from xscale.convert.hf.xlnet import XLNET
 from xscale.core.config import decode
 from xscale.core.errors import ConfigError, Problem
@@ -42,27 +25,54 @@ from xscale.core.foreign import foreign_errors
 from xscale.nn.model.model import MODELS, Model
 
 ARCHITECTURES = (
-    LLAMA,
-    GPT2,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    MIXTRAL,
-    QWEN3_MOE,
-    PHI3,
-    OLMO2,
-    OLMOE,
-    GPT_OSS,
-    GEMMA2,
-    GEMMA3,
-    GPT_NEOX,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    BERT,
-    ROBERTA,
-    BIG_BIRD,
-    ALBERT,
-    DISTILBERT,
+    llama.LLAMA.architecture(),
+    layer_norm.GPT2.architecture(),
+    llama.MISTRAL.architecture(),
+    llama.QWEN2.architecture(),
+    llama.QWEN3.architecture(),
+    llama.MIXTRAL.architecture(),
+    llama.QWEN3_MOE.architecture(),
+    llama.PHI3.architecture(),
+    olmo.OLMO2.architecture(),
+    olmo.OLMOE.architecture(),
+    gpt_oss.GPT_OSS.architecture(),
+    gemma.GEMMA2.architecture(),
+    gemma.GEMMA3.architecture(),
+    layer_norm.GPT_NEOX.architecture(),
+    layer_norm.STARCODER2.architecture(),
+    layer_norm.STABLELM.architecture(),
+    layer_norm.OPT.architecture(),
+    layer_norm.GPT_NEO.architecture(),
+    deepseek.DEEPSEEK_V2.architecture(),
+    deepseek.DEEPSEEK_V3.architecture(),
+    deepseek.GLM4_MOE.architecture(),
+    deepseek.DOTS1.architecture(),
+    llama.QWEN2_MOE.architecture(),
+    llama.MINISTRAL.architecture(),
+    llama.CWM.architecture(),
+    llama.SEED_OSS.architecture(),
+    llama.MINIMAX_M2.architecture(),
+    llama.SMOLLM3.architecture(),
+    olmo.OLMO3.architecture(),
+    olmo.FLEX_OLMO.architecture(),
+    deepseek.SOLAR_OPEN.architecture(),
+    deepseek.EXAONE4.architecture(),
+    deepseek.EXAONE_MOE.architecture(),
+    glm.HELIUM.architecture(),
+    glm.GLM.architecture(),
+    glm.GLM4.architecture(),
+    glm.ERNIE4_5.architecture(),
+    glm.ERNIE4_5_MOE.architecture(),
+    bert.BERT.architecture(),
+    bert.ROBERTA.architecture(),
+    bert.XLM_ROBERTA.architecture(),
+    bert.CAMEMBERT.architecture(),
+    bert.ROBERTA_PRELAYERNORM.architecture(),
+    bert.BIG_BIRD.architecture(),
+    bert.ALBERT.architecture(),
+    bert.DISTILBERT.architecture(),
+    bert.ELECTRA.architecture(),
+    bert.MPNET.architecture(),
     LONGFORMER,
     DEBERTA_V2,
     XLNET,
@@ -71,6 +81,8 @@ ARCHITECTURES = (
     BART,
 )
 """In the order in which they are tried."""
+KEYS_LISTED = 8
+"""Keys of an unknown type that a message lists."""
 LENGTH = 512
 """Sequence length if config.json does not give one."""
 
@@ -82,6 +94,20 @@ def architecture_named(name: str, path: str) -> Architecture:
             return architecture
     known = ", ".join(architecture.name for architecture in ARCHITECTURES)
     raise ConfigError(path, f"no mapping for '{name}'", f"There are mappings for: {known}.")
+
+
+def architecture_of(data: dict[str, Any]) -> Architecture:
+    """Return the architecture of a config.json; ConfigError with the nearest one, and its keys, if there is none."""
+    name = str(data.get("model_type"))
+    if any(architecture.name == name for architecture in ARCHITECTURES):
+        return architecture_named(name, "")
+    keys = data.keys() - GENERAL_KEYS
+    nearest = max(ARCHITECTURES, key=lambda known: len(keys & known.config_keys))
+    unknown = sorted(keys - nearest.config_keys)
+    fix = f"The nearest is {nearest.name}, which has {len(keys) - len(unknown)} of its {len(keys)} keys"
+    fix += f" and not {', '.join(unknown[:KEYS_LISTED])}" if unknown else ""
+    fix += f" and {len(unknown) - KEYS_LISTED} more" if len(unknown) > KEYS_LISTED else ""
+    raise ConfigError("config.json: model_type", f"no mapping for '{name}'", f"{fix}.")
 
 
 def select_architecture(
@@ -113,7 +139,7 @@ def select_architecture(
 
 def model_from_hf_config(data: dict[str, Any]) -> tuple[Architecture, Data, ModelSizes]:
     """Return the architecture of a config.json, its `model` section and sizes. ConfigError if it cannot be mapped."""
-    architecture = architecture_named(str(data.get("model_type")), "config.json: model_type")
+    architecture = architecture_of(data)
     require = Requirements("xscale")
     method = quantization_method(data)
     if method is not None and method not in architecture.quantization:

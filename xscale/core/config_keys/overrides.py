@@ -68,6 +68,8 @@ def find_present(keys: ConfigKeys, data: dict[str, Any], text: str) -> list[Pres
                 break
         else:
             meanings.append([(key, between)])
+    if not meanings and (unset := _below_null(keys, data, text)):
+        return unset
     if not meanings:
         raise ConfigError(text, *_why_absent(keys, data, text))
     if len(meanings) > 1:
@@ -76,6 +78,20 @@ def find_present(keys: ConfigKeys, data: dict[str, Any], text: str) -> list[Pres
         fix = f"Give the one that you mean: {', '.join(paths[:LISTED])}{more}."
         raise ConfigError(text, "may mean several keys of this recipe", fix)
     return [key for key, _ in meanings[0]]
+
+
+def _below_null(keys: ConfigKeys, data: dict[str, Any], text: str) -> list[PresentKey]:
+    """Return the keys that the words name in a section that is null in this config, and becomes one by them."""
+    *above, last = parse_path(text)
+    if len(above) < 2:
+        return []
+    return [
+        PresentKey((*section.path, child.name), child, None, section.words, given=False)
+        for section, between in matching(keys, data, above)
+        if section.value is None and not between and keys.family(section.key) is None
+        for child in keys.children(section.key)
+        if last.name in (child.name, *child.old_names)
+    ]
 
 
 def matching(

@@ -1,6 +1,5 @@
 """Writes of files that leave no half: atomic replacement, even in a power cut, and whole entries appended."""
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,8 +8,9 @@ from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
-from xscale.core.errors import ConfigError
-from xscale.core.files.file_safety import remove_file
+from xscale.core.errors import ConfigError, FaultError
+from xscale.core.files.file_errors import REMEDIES, disk_reason, disk_remedy
+from xscale.core.files.file_safety import remove_file, remove_folder
 from xscale.core.files.run_files import open_run_file
 
 TEMPORARY_SUFFIX = ".part"
@@ -54,24 +54,54 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors of a disk that is full or may not be written."""
-
-
-DATA_FIX = "Free space, or set another `data.folder`; finished shards are kept."
+OTHER_DATA_FOLDER = "set another `data.folder`; finished shards are kept."
 
 
 @contextmanager
-def reporting_full_disk(path: Path, fix: str = DATA_FIX) -> Iterator[None]:
-    """Turn the OSError of a full or read-only disk, met while `path` is written, into a ConfigError that names it."""
+def reporting_full_disk(path: Path, otherwise: str = OTHER_DATA_FOLDER) -> Iterator[None]:
+    """Turn the OSError of a full or read-only disk, met while `path` is written, into a ConfigError that names it.
+
+    `otherwise`: what the user may do but make it writable, as the end of a sentence.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in REMEDIES:
             raise
-        free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
-        what = f"cannot be written ({error.strerror}; {free / 1e6:.0f} MB free)"
-        raise ConfigError(str(path), what, fix) from None
+        folder = next(folder for folder in path.absolute().parents if folder.exists())
+        free = f"{shutil.disk_usage(folder).free / 1e6:.0f} MB free"
+        what = f"cannot be written ({disk_reason(error, path)}; {free})"
+        raise ConfigError(str(path), what, f"{disk_remedy(error, path)}, or {otherwise}") from None
+
+
+PROBE_BYTES = 1 << 20
+"""Bytes that a disk with room takes after a library has failed on it."""
+
+
+@contextmanager
+def writing_folder(path: Path) -> Iterator[Path]:
+    """Make a folder beside `path` to be filled, and by the caller to be renamed to `path`; removed where it is not.
+
+    OSError that names `path` where the disk is full or may not be written, whatever a library makes of it.
+    """
+    part = path.with_name(f".{path.name}.writing")
+    try:
+        remove_folder(part.parent, part.name)
+        part.mkdir(parents=True)
+        try:
+            yield part
+        except (OSError, ConfigError, FaultError):
+            raise
+        except Exception:
+            # Libraries have errors of their own for a file that they cannot write.
+            write_atomically(part / "probe", bytes(PROBE_BYTES))
+            raise
+        finally:
+            remove_folder(part.parent, part.name)
+    except OSError as error:
+        if error.errno not in REMEDIES:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class AppendFile:

@@ -8,7 +8,6 @@ import socket
 import time
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 from xscale.core.files.file_safety import decode_json, remove_file
 from xscale.core.files.run_files import IrregularFileError, open_run_file
@@ -149,12 +148,7 @@ class FileLock:
     def __enter__(self) -> "FileLock":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

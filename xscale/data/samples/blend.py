@@ -75,6 +75,14 @@ class BlendedDataset:
             samples -= counts[-1]
         return counts
 
+    def draw_number(self, index: int) -> int:
+        """Return the number by which what is random in the run's sample `index` is drawn: see `ShuffledDataset`."""
+        if self.datasets[0].dupe_factor is None:
+            return index
+        number, within = self.locate(index)
+        # No two texts of the blend have the same.
+        return self.datasets[number].draw_number(within) * len(self.datasets) + number
+
     def sample(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (tokens, documents) of the run's sample `index`, as the dataset does that it is from."""
         number, within = self.locate(index)

@@ -55,6 +55,10 @@ class CallerSamples:
         documents = arrays[1].astype(np.int64) if len(arrays) == 2 else np.zeros_like(tokens)
         return tokens, documents
 
+    def draw_number(self, index: int) -> int:
+        """Return the number by which what is random in a sample is drawn: its own."""
+        return index
+
     def __len__(self) -> int:
         return len(self._samples) if self._numbered else self.needed  # type: ignore[arg-type]
 

@@ -20,6 +20,7 @@ from xscale.data.samples.labelled import LabelledDataset
 from xscale.data.samples.packed import PackedDataset
 from xscale.data.samples.pairs import PairDataset, require_room_behind_prefix
 from xscale.data.samples.sentences import SentenceDataset
+from xscale.data.samples.streams import StreamDataset
 from xscale.data.source.source import Labels
 from xscale.data.tokenizer.tokenizer import Tokenizer
 
@@ -37,6 +38,11 @@ class Samples:
     document it ends. In pairs and labelled examples 0 is text, and 1 padding."""
     index: Tensor
     """[B] int64: the number of each sample in the run."""
+    draw_numbers: Tensor
+    """[B] int64: the number by which what an objective draws for each sample is seeded; that of static masking
+    (`data.dupe_factor`) comes again."""
+    begins: Tensor | None = None
+    """[B], whether each segment of a stream continues no earlier one; None: samples are no segments of streams."""
     labels: Tensor | None = None
     """Labels of examples: classes [B, 1] (int64), scores [B, 1] (float64) or tags [B, T] (int64, -100: none)."""
 
@@ -50,6 +56,9 @@ class SampleDataset(Protocol):
 
     def sample(self, index: int) -> tuple[NDArray[Any], ...]:
         """Return the tokens and documents of a sample, and then its labels if it has any."""
+
+    def draw_number(self, index: int) -> int:
+        """Return the number by which what is random in a sample is drawn."""
 
     def __len__(self) -> int: ...
 
@@ -76,6 +85,10 @@ class FullSamples:
             return SentenceDataset.full_sample(self.config, self.token)
         return PackedDataset.full_sample(self.config.sequence_length, self.token, self.document)
 
+    def draw_number(self, index: int) -> int:
+        """Return the number by which what is random in a sample is drawn: its own."""
+        return index
+
     def __len__(self) -> int:
         return 1
 
@@ -91,7 +104,12 @@ class Loader:
     def samples(self, first: int, count: int) -> Samples:
         """Return the samples [first, first + count) of the run; ConfigError when a token is out of range."""
         assert count > 0, "a batch of no samples"
-        drawn = [self.data.sample(index) for index in range(first, first + count)]
+        return self.drawn(range(first, first + count))
+
+    def drawn(self, numbers: Sequence[int]) -> Samples:
+        """Return the samples of these numbers of the run, in their order; ConfigError when a token is out of range."""
+        drawn = [self.data.sample(number) for number in numbers]
+        index = np.array(numbers, dtype=np.int64)
         tokens, documents, *labels = (np.stack(arrays) for arrays in zip(*drawn, strict=True))
         if self.vocabulary is not None and (tokens.max() >= self.vocabulary or tokens.min() < 0):
             what = f"the data contains token {tokens.max()}, but the tokenizer's vocabulary is {self.vocabulary}"
@@ -101,7 +119,11 @@ class Loader:
         return Samples(
             tokens=torch.from_numpy(tokens),
             documents=torch.from_numpy(documents),
-            index=torch.arange(first, first + count),
+            index=torch.from_numpy(index),
+            draw_numbers=torch.tensor([self.data.draw_number(number) for number in numbers]),
+            begins=torch.from_numpy(self.data.begins(index))
+            if isinstance(self.data, StreamDataset)
+            else None,
             labels=torch.from_numpy(labels[0]) if labels else None,
         )
 
@@ -200,13 +222,19 @@ class Corpus:
         return data.datasets if isinstance(data, BlendedDataset) else [data]
 
 
-def open_corpus(config: DataConfig, *, seed: int) -> Corpus:
-    """Open prepared data, read only; any number of processes may. ConfigError when it is missing or does not match."""
+def open_corpus(config: DataConfig, *, seed: int, streams: int | None = None) -> Corpus:
+    """Open prepared data, read only; any number of processes may. ConfigError when it is missing or does not match.
+
+    `streams`: rows of a batch of a run whose order is that of streams; None: training samples are in another order.
+    """
     sets = open_blend(config) if config.blend else [(open_prepared(config), 1.0)]
     tokenizer = sets[0][0].tokenizer
     require_room_behind_prefix(config, [prepared for prepared, _ in sets])
     train = _dataset(config, sets, "train", seed)
     assert train is not None
+    if streams is not None:
+        assert isinstance(train, PackedDataset), "streams are of one packed text"
+        train = StreamDataset(train, streams)
     validation = _dataset(config, sets, "validation", seed)
     return Corpus(
         tokenizer=tokenizer,
@@ -224,7 +252,7 @@ def _dataset(
     part: Literal["train", "validation"],
     seed: int,
 ) -> SampleDataset | None:
-    shuffle = config.shuffle and part == "train"
+    shuffle = config.order == "shuffled" and part == "train"
     if sets[0][0].labels is not None:
         return _labelled_dataset(config, sets[0][0], part, seed)
     datasets: list[PackedDataset | PairDataset | SentenceDataset] = []
@@ -244,6 +272,7 @@ def _dataset(
                 datasets.append(
                     PackedDataset(split, config.sequence_length, seed=seed, shuffle=shuffle)
                 )
+            datasets[-1].dupe_factor = config.dupe_factor
             weights.append(weight)
     if not datasets:
         return None
@@ -261,7 +290,7 @@ def _labelled_dataset(
         return None
     assert split.labels is not None
     assert prepared.labels is not None
-    shuffle = config.shuffle and part == "train"
+    shuffle = config.order == "shuffled" and part == "train"
     return LabelledDataset(
         split.indexed,
         split.labels,

@@ -50,6 +50,8 @@ class ShuffledDataset:
 
     length: int
     """Samples in an epoch."""
+    dupe_factor: int | None = None
+    """Epochs after which what is random in a text is what it was; None: it is drawn anew in each."""
 
     def __init__(self, seed: int, shuffle: bool) -> None:
         self.seed = seed
@@ -62,6 +64,16 @@ class ShuffledDataset:
     def padding_share(self) -> float | None:
         """Return the share of padding in the tokens of an epoch; None where samples are packed or drawn anew."""
         return None
+
+    def draw_number(self, index: int) -> int:
+        """Return the number by which what is random in sample `index` is drawn.
+
+        It is the sample's own, and with a `dupe_factor` that of its text in an epoch of as many: it repeats with them.
+        """
+        if self.dupe_factor is None:
+            return index
+        place = int(self.positions(np.array([index], dtype=np.int64))[0])
+        return place + index // self.length % self.dupe_factor * self.length
 
     def positions(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Map sample indices [N], counted over all epochs, to places in the text [N]."""

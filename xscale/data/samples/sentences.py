@@ -30,8 +30,8 @@ class SentenceDataset(ShuffledDataset):
     """The chunks of a split, epoch after epoch: sample k of an epoch in order is chunk k.
 
     The split between its halves, what is truncated and the other text are drawn by seed and sample number, so that
-    they differ from epoch to epoch. A chunk has the sentences of a document that start in the same stretch of
-    `budget` tokens; one of a single sentence is left out.
+    they differ from epoch to epoch, unless a `dupe_factor` says how many versions a chunk has. A chunk has the
+    sentences of a document that start in the same stretch of `budget` tokens; one of a single sentence is left out.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SentenceDataset(ShuffledDataset):
         They are the first half, the second half, text of another document and padding, one after the other. The first
         half and the other text have at most N tokens together, as the two halves have.
         """
-        draws = np.random.default_rng([self.seed, index])
+        draws = np.random.default_rng([self.seed, self.draw_number(index)])
         first, stop, document = self.chunks[
             self.positions(np.array([index], dtype=np.int64))[0]
         ].tolist()

@@ -13,7 +13,12 @@ from xscale.data.source.source import BadDocumentError, ByteRange
 COLUMNAR_SUFFIXES = (".parquet", ".arrow")
 ROWS = 1024
 """Most rows in memory at once, besides the compressed pages of one row group."""
-
+BATCH_BYTES = 128 << 20
+"""Most bytes of the rows in memory at once, where they are several: a dictionary stores a value of many rows once."""
+GROWTH, SMALL_BYTES = 1000, 64 << 20
+"""Most bytes that a byte of a column's compressed pages stands for, where they are many: no text compresses so."""
+VALUE_BYTES = 8
+"""Bytes of a value of a list in memory; the file may store many equal ones as their number."""
 
 STREAMED = "hub:"
 """Begin of the names of what is no file: shards of a dataset that is streamed."""
@@ -91,22 +96,58 @@ def rows(
                 if groups
                 else 0
             )
-            batches = opened.iter_batches(ROWS, row_groups=groups, columns=list(fields))
+            at_once = _rows_at_once(_largest_column(opened, groups, fields, file))
+            batches = opened.iter_batches(at_once, row_groups=groups, columns=list(fields))
         else:
             first, batches = (
                 0,
                 (part for batch in opened for part in _parts(batch.select(list(fields)))),
             )
         for batch in batches:
-            values = batch.to_pydict()
             for row in range(batch.num_rows):
-                yield first + row, {field: values[field][row] for field in fields}
+                # One by one: Python's copies of a text that many rows share would not be shared.
+                yield first + row, {field: batch[field][row].as_py() for field in fields}
             first += batch.num_rows
 
 
 def _parts(batch: Any) -> Iterator[Any]:
-    for start in range(0, batch.num_rows, ROWS):
-        yield batch.slice(start, ROWS)
+    at_once = _rows_at_once(max(column.get_total_buffer_size() for column in batch.columns))
+    for start in range(0, batch.num_rows, at_once):
+        yield batch.slice(start, at_once)
+
+
+def _rows_at_once(size: int) -> int:
+    """Return how many rows are read at once of a column of `size` bytes, all of which each row may repeat."""
+    return max(1, min(ROWS, BATCH_BYTES // max(1, size)))
+
+
+def _largest_column(opened: Any, groups: list[int], fields: Sequence[str], file: str) -> int:
+    """Return the decompressed bytes of the largest column among `fields` in a row group, as the file says them.
+
+    ConfigError for one whose bytes stand for more than those of any text.
+    """
+    largest = 0
+    for number in groups:
+        group = opened.metadata.row_group(number)
+        for index in range(group.num_columns):
+            column = group.column(index)
+            name = next(
+                (f for f in fields if f"{column.path_in_schema}.".startswith(f"{f}.")), None
+            )
+            if name is None:
+                continue
+            size, stored = column.total_uncompressed_size, column.total_compressed_size
+            if opened.schema.column(index).max_repetition_level:
+                size = max(size, VALUE_BYTES * column.num_values)
+            if size > max(SMALL_BYTES, GROWTH * stored):
+                what = f"the column '{name}' stands for {size / 1e6:.0f} MB by {stored} bytes"
+                raise ConfigError(
+                    file,
+                    f"{what} in a row group, more than {GROWTH:,} times as much: this is no text",
+                    "Leave it out of the source's paths, or write it anew without its repetitions.",
+                )
+            largest = max(largest, size)
+    return largest
 
 
 def _group_starts(opened: Any) -> list[int]:

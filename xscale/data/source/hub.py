@@ -9,6 +9,7 @@ from typing import Any
 
 import pydantic
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import ConfigError
 from xscale.core.paths import PathText
 from xscale.data.source.columns import STREAMED, check_text, require_column
@@ -40,9 +41,9 @@ class Hub(FileSource):
         """Commit, tag or branch of the dataset; null: the newest commit when the data is prepared."""
         field: str = "text"
         """The column whose value is the document."""
-        max_shards: int | None = pydantic.Field(default=None, ge=1)
+        max_shards: PositiveInt | None = None
         """Most shards (data files) to read, the first ones; null: all."""
-        longest: int = pydantic.Field(default=256 << 20, ge=1)
+        longest: PositiveInt = 256 << 20
         """Longest allowed document, in bytes."""
 
     @classmethod

@@ -3,14 +3,12 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import pydantic
 
 import xscale.data.source.files as files
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem, nearest
 from xscale.core.files.file_safety import decode_json
-from xscale.core.paths import PathText
+from xscale.core.paths import PathTexts
 from xscale.data.source.listing import find_files
 from xscale.data.source.source import (
     SOURCES,
@@ -28,24 +26,13 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.z
 @SOURCES.register("jsonl", traits=SourceTraits(bounded=True, resumable=True, download=False))
 class Jsonl(FileSource):
     class Config(FileSource.Config):
-        paths: tuple[PathText, ...] = ()
+        paths: PathTexts = ()
         """Files, folders and globs. A folder stands for every .jsonl, .jsonl.gz and .jsonl.zst below it that is not
         hidden; links are followed, and each file is read once."""
         field: str = "text"
         """The key whose value is the document."""
-        longest: int = pydantic.Field(default=256 << 20, ge=1)
+        longest: PositiveInt = 256 << 20
         """Longest allowed line, in bytes."""
-
-        @pydantic.field_validator("paths", mode="before")
-        @classmethod
-        def _one_is_a_list(cls, value: Any) -> Any:
-            return (
-                (value,)
-                if isinstance(value, str)
-                else tuple(value)
-                if isinstance(value, list)
-                else value
-            )
 
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:

@@ -4,12 +4,13 @@ import csv
 import json
 import math
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pydantic
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import nearest
-from xscale.core.paths import PathText
+from xscale.core.paths import PathTexts
 from xscale.data.source.pairs import Bad, PairSource, Record
 from xscale.data.source.source import SOURCES, FileSource, Labels, Source, SourceTraits
 
@@ -22,7 +23,7 @@ RESERVED_SCORE = -100.0
 )
 class Labelled(PairSource):
     class Config(FileSource.Config):
-        paths: tuple[PathText, ...] = ()
+        paths: PathTexts = ()
         """Files (.jsonl, .csv, .tsv, plain, .gz or .zst; .parquet, .arrow), folders and globs. A folder stands for
         every such file below it. The first row of a .csv or .tsv file names its columns. One process reads such a
         file."""
@@ -41,19 +42,8 @@ class Labelled(PairSource):
         """The key or column of a text that examples of one group share, such as the original of augmented
         examples: a group is in one split, which the hash of that text decides; null: the hash of the example's own text
         does."""
-        longest: int = pydantic.Field(default=16 << 20, ge=1)
+        longest: PositiveInt = 16 << 20
         """Longest allowed line, in bytes."""
-
-        @pydantic.field_validator("paths", mode="before")
-        @classmethod
-        def _path_to_tuple(cls, value: Any) -> Any:
-            return (
-                (value,)
-                if isinstance(value, str)
-                else tuple(value)
-                if isinstance(value, list)
-                else value
-            )
 
         @pydantic.model_validator(mode="after")
         def _fields_and_classes(self) -> "Labelled.Config":
@@ -71,8 +61,8 @@ class Labelled(PairSource):
                 )
             return self
 
-    field_keys: ClassVar[tuple[str, ...]] = ("text_field", "label_field")
-    all_field_keys: ClassVar[tuple[str, ...]] = (*field_keys, "pair_field", "group_field")
+    field_keys = ("text_field", "label_field")
+    all_field_keys = (*field_keys, "pair_field", "group_field")
 
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:

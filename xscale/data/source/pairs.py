@@ -11,9 +11,10 @@ from typing import IO, Any, ClassVar, Literal
 import pydantic
 
 import xscale.data.source.files as files
+from xscale.core.config import PositiveInt
 from xscale.core.errors import ConfigError, Problem, nearest
 from xscale.core.files.file_safety import decode_json
-from xscale.core.paths import PathText
+from xscale.core.paths import PathTexts
 from xscale.data.source.columns import COLUMNAR_SUFFIXES, is_columnar, row_ranges, rows
 from xscale.data.source.listing import find_files
 from xscale.data.source.source import (
@@ -42,7 +43,7 @@ Record = tuple[Any, ...]
 )
 class PairSource(FileSource):
     class Config(FileSource.Config):
-        paths: tuple[PathText, ...] = ()
+        paths: PathTexts = ()
         """Files (.jsonl, .csv, .tsv, plain, .gz or .zst; .parquet, .arrow), folders and globs. A folder stands for
         every such file below it. The first row of a .csv or .tsv file names its columns; in .csv quoted cells may
         contain commas, quotes and line ends (RFC 4180), and .tsv has no quotes. One process reads such a file."""
@@ -52,19 +53,8 @@ class PairSource(FileSource):
         """The key or column of the text that the model writes."""
         prefix: str = ""
         """Text that is put before each source and names the task, such as `summarize: ` (Raffel et al. 2020, T5)."""
-        longest: int = pydantic.Field(default=16 << 20, ge=1)
+        longest: PositiveInt = 16 << 20
         """Longest allowed line, in bytes."""
-
-        @pydantic.field_validator("paths", mode="before")
-        @classmethod
-        def _one_is_a_list(cls, value: Any) -> Any:
-            return (
-                (value,)
-                if isinstance(value, str)
-                else tuple(value)
-                if isinstance(value, list)
-                else value
-            )
 
         @pydantic.model_validator(mode="after")
         def _two_fields(self) -> "PairSource.Config":

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import pydantic
-
+from xscale.core.config import PositiveInt
 from xscale.core.errors import ConfigError, Problem
-from xscale.core.paths import PathText
+from xscale.core.paths import PathTexts
 from xscale.data.source.columns import COLUMNAR_SUFFIXES, check_text, is_columnar, row_ranges, rows
 from xscale.data.source.listing import find_files
 from xscale.data.source.source import (
@@ -24,24 +22,13 @@ from xscale.data.source.source import (
 @SOURCES.register("parquet", traits=SourceTraits(bounded=True, resumable=True, download=False))
 class Parquet(FileSource):
     class Config(FileSource.Config):
-        paths: tuple[PathText, ...] = ()
+        paths: PathTexts = ()
         """Files (.parquet, or .arrow as `datasets` saves them), folders and globs. A folder stands for every such file
         below it. Each row group of a .parquet file is read by one process."""
         field: str = "text"
         """The column whose value is the document."""
-        longest: int = pydantic.Field(default=256 << 20, ge=1)
+        longest: PositiveInt = 256 << 20
         """Longest allowed document, in bytes."""
-
-        @pydantic.field_validator("paths", mode="before")
-        @classmethod
-        def _path_to_list(cls, value: Any) -> Any:
-            return (
-                (value,)
-                if isinstance(value, str)
-                else tuple(value)
-                if isinstance(value, list)
-                else value
-            )
 
     @classmethod
     def example_in(cls, folder: Path, size: int) -> Source.Config:

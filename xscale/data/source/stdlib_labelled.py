@@ -1,15 +1,11 @@
 """Functions of Python's standard library and their packages: labelled texts that every machine has (code to class)."""
 
-import platform
-import sysconfig
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import xscale.data.source.files as files
-from xscale.data.source.source import SOURCES, ByteRange, Document, Labels, Source, SourceTraits
-from xscale.data.source.stdlib import Stdlib
+from xscale.data.source.source import SOURCES, ByteRange, Document, Labels, SourceTraits
+from xscale.data.source.stdlib import StandardLibrarySource, file_name, read_text
 from xscale.data.source.stdlib_pairs import DEFINITION
 
 PACKAGES = ("asyncio", "email", "http", "idlelib", "importlib", "logging", "multiprocessing", "tkinter", "unittest",
@@ -23,29 +19,20 @@ SHORTEST = 3
     "stdlib_labelled",
     traits=SourceTraits(bounded=True, resumable=True, download=False, records="labels"),
 )
-class StdlibLabelled(Source):
+class StdlibLabelled(StandardLibrarySource):
     """A function or method of a package, without those inside it -> the name of the package."""
-
-    def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "python": platform.python_version()}
 
     @classmethod
     def labels(cls, config: Any) -> Labels:
         return Labels("class", PACKAGES)
 
     def byte_ranges(self) -> list[ByteRange]:
-        ranges = Stdlib(Stdlib.Config(tests=False)).byte_ranges()
-        return [byte_range for byte_range in ranges if _package(byte_range.file) in PACKAGES]
+        ranges = super().byte_ranges()
+        return [byte_range for byte_range in ranges if _package(byte_range) in PACKAGES]
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:
-        label = PACKAGES.index(_package(byte_range.file))
-        name = Path(byte_range.file).relative_to(sysconfig.get_path("stdlib")).as_posix()
-        with files.open_decompressed(byte_range.file) as stream:
-            block = stream.read()
-        try:
-            lines = block.decode("utf-8-sig").splitlines()
-        except UnicodeDecodeError:
-            return
+        label = PACKAGES.index(_package(byte_range))
+        name, lines = file_name(byte_range), read_text(byte_range).splitlines()
         number = 0
         while number < len(lines):
             definition = DEFINITION.match(lines[number])
@@ -59,8 +46,8 @@ class StdlibLabelled(Source):
             number = stop
 
 
-def _package(file: str) -> str:
-    return Path(file).relative_to(sysconfig.get_path("stdlib")).parts[0]
+def _package(byte_range: ByteRange) -> str:
+    return file_name(byte_range).split("/")[0]
 
 
 def _continues(line: str, indent: int) -> bool:

@@ -2,20 +2,16 @@
 
 import ast
 import inspect
-import platform
 import re
-import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
 
-import xscale.data.source.files as files
 from xscale.data.source.source import SOURCES, ByteRange, Document, Source, SourceTraits
-from xscale.data.source.stdlib import Stdlib
+from xscale.data.source.stdlib import StandardLibrarySource, file_name, read_text
 
 DEFINITION = re.compile(r"^([ \t]*)(?:async[ \t]+)?def[ \t]+\w")
 NAME = re.compile(r"def[ \t]+(\w+)")
@@ -26,7 +22,7 @@ DOCSTRING = re.compile(r"[rR]?[\"']")
     "stdlib_pairs",
     traits=SourceTraits(bounded=True, resumable=True, download=False, records="pairs"),
 )
-class StdlibPairs(Source):
+class StdlibPairs(StandardLibrarySource):
     """A function without its docstring -> the docstring's first paragraph (as in Husain et al. 2019, CodeSearchNet)."""
 
     class Config(Source.Config):
@@ -41,19 +37,10 @@ class StdlibPairs(Source):
         # Data that was prepared before there was a choice has one task.
         if self.config.tasks == ("summary",):
             del data["tasks"]
-        return {**data, "python": platform.python_version()}
-
-    def byte_ranges(self) -> list[ByteRange]:
-        return Stdlib(Stdlib.Config(tests=False)).byte_ranges()
+        return data
 
     def read(self, byte_range: ByteRange) -> Iterator[Document]:
-        name = Path(byte_range.file).relative_to(sysconfig.get_path("stdlib")).as_posix()
-        with files.open_decompressed(byte_range.file) as stream:
-            block = stream.read()
-        try:
-            lines = block.decode("utf-8-sig").splitlines()
-        except UnicodeDecodeError:
-            return
+        name, lines = file_name(byte_range), read_text(byte_range).splitlines()
         for number, line in enumerate(lines):
             if (definition := DEFINITION.match(line)) and (
                 pair := _pair(lines, number, len(definition[1]))

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pydantic
 
 import xscale.data.source.files as files
-from xscale.core.paths import PathText
+from xscale.core.config import PositiveInt
+from xscale.core.paths import PathTexts, Texts
 from xscale.data.source.listing import find_files
 from xscale.data.source.source import (
     SOURCES,
@@ -23,28 +24,17 @@ from xscale.data.source.source import (
 @SOURCES.register("text", traits=SourceTraits(bounded=True, resumable=True, download=False))
 class Text(FileSource):
     class Config(FileSource.Config):
-        paths: tuple[PathText, ...] = ()
+        paths: PathTexts = ()
         """Files, folders and globs (`**` for any depth). A folder stands for every file below it that is not hidden;
         links are followed, and each file is read once."""
         document: Literal["file", "paragraph", "line", "separator"] = "file"
         """Unit of a document: a file, text between blank lines, a line, or text between separators."""
         separator: str = ""
         """Text between two documents when `document` is `separator`, such as `<|endoftext|>`."""
-        endings: tuple[str, ...] = ()
+        endings: Texts = ()
         """Endings of the files to read in a folder, such as [.txt, .md]; empty: all files."""
-        longest: int = pydantic.Field(default=16 << 20, ge=1)
+        longest: PositiveInt = 16 << 20
         """Bytes. A longer file is split at line ends into several documents; any other longer document is an error."""
-
-        @pydantic.field_validator("paths", "endings", mode="before")
-        @classmethod
-        def _one_is_a_list(cls, value: Any) -> Any:
-            return (
-                (value,)
-                if isinstance(value, str)
-                else tuple(value)
-                if isinstance(value, list)
-                else value
-            )
 
         @pydantic.model_validator(mode="after")
         def _separator_fits(self) -> "Text.Config":

@@ -7,6 +7,7 @@ from typing import Any
 
 import pydantic
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.files.file_safety import decode_json
@@ -56,7 +57,7 @@ class HuggingFace(FileTokenizer):
         )
         """Number of ids, including special tokens and the 256 bytes; null: 8192, or those of an existing file. With a
         file, a larger number pads: the further ids are rows of the model that no text has, as in many models."""
-        sample_bytes: int = pydantic.Field(default=16 << 20, ge=1)
+        sample_bytes: PositiveInt = 16 << 20
         """Bytes of text to train on, from documents sampled by their hash."""
         file: PathText | None = None
         """An existing tokenizer.json to use instead of training one."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pydantic
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import ConfigError
 from xscale.core.files.atomic_write import reporting_full_disk, write_atomically
 from xscale.core.files.file_safety import decode_json, read_regular
@@ -45,7 +46,7 @@ class SentencePiece(FileTokenizer):
         """Number of ids, including special tokens and the 256 bytes. An existing model has its own number."""
         coverage: float = pydantic.Field(default=0.9995, gt=0.9, le=1)
         """Character coverage: fraction of the text's characters that are pieces; rarer ones are encoded as bytes."""
-        sample_bytes: int = pydantic.Field(default=16 << 20, ge=1)
+        sample_bytes: PositiveInt = 16 << 20
         """Bytes of text to train on, from documents sampled by their hash."""
         digits: bool = False
         """Make each digit its own piece."""

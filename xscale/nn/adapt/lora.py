@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from xscale.core.config import Config
+from xscale.core.config import Config, FractionBelowOne, PositiveFloat, PositiveInt
 from xscale.nn.axes import Axis
 from xscale.nn.head.class_head import ClassHead
 from xscale.nn.init import ZEROS, Init
@@ -27,11 +27,11 @@ MARK = ".lora."
 class LoraConfig(Config):
     """LoRA. The model's other parameters are frozen, except a head of classes."""
 
-    rank: int = Field(default=8, ge=1)
+    rank: PositiveInt = 8
     """r, the inner size of the two matrices."""
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: PositiveFloat = 16.0
     """The product is multiplied by alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: FractionBelowOne = 0.0
     """Dropout probability of the input of the two matrices in training, as in the authors' code."""
     match: tuple[str, ...] = Field(default=("*.q", "*.v"), min_length=1)
     """Patterns of the paths of linear maps that it is added to, such as `*.q`: * any characters, ? one."""

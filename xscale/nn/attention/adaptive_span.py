@@ -7,14 +7,13 @@ factor of the softmax's terms, so its logarithm is a bias on the scores.
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import Config
+from xscale.core.config import Config, NonNegativeFloat, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_most
 from xscale.nn.attention.core import CORES, SCORES
@@ -28,11 +27,11 @@ from xscale.nn.init import Init
 class SpanConfig(Config):
     """Settings of spans that are learned by head, or predicted by token."""
 
-    max_span: int | None = Field(default=None, ge=1)
+    max_span: PositiveInt | None = None
     """S, the longest span, in tokens; null: the data's sequence length."""
-    ramp: float = Field(default=32.0, gt=0)
+    ramp: PositiveFloat = 32.0
     """R, tokens behind the span over which the mask falls to 0."""
-    span_loss_weight: float = Field(default=1e-6, ge=0)
+    span_loss_weight: NonNegativeFloat = 1e-6
     """Lambda, weight of the loss on the mean span of the heads, in nats a token."""
 
 
@@ -47,13 +46,13 @@ class SpanConfig(Config):
     ),
 )
 class AdaptiveSpan(Softmax):
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
     # In bfloat16 a span of a thousand tokens changes by no fewer than four.
     keeps_precision = True
     span: Parameter
 
     class Config(SpanConfig, Softmax.Config):
-        initial_span: float = Field(default=0.0, ge=0)
+        initial_span: NonNegativeFloat = 0.0
         """Span of all heads before training, in tokens."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

@@ -1,11 +1,9 @@
 """Li et al. 2019 (area attention): attend to areas of adjacent tokens, by the mean of their keys and sum of values."""
 
-from typing import ClassVar
-
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -29,9 +27,9 @@ from xscale.nn.dims import Dims
 )
 class Area(Core):
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"longest": "max_area_size"}
+        renamed = {"longest": "max_area_size"}
 
-        max_area_size: int = Field(default=3, ge=1)
+        max_area_size: PositiveInt = 3
         """Maximum number of tokens in an area."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

@@ -5,14 +5,13 @@ With `sinks` each head has a logit in the denominator, as in the core `softmax`.
 
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.bias import RelativeBias
@@ -31,8 +30,8 @@ from xscale.nn.attention.ops.shown_keys import ShownKeys
 from xscale.nn.dims import Dims
 from xscale.nn.pattern.fixed import Fixed
 from xscale.nn.pattern.grid import Grid
-from xscale.nn.pattern.pattern import PATTERNS, Pattern, check_pattern, pattern_layout
-from xscale.nn.roles import Role, Seams
+from xscale.nn.pattern.pattern import PATTERNS, Pattern, PatternSlot, check_pattern, pattern_layout
+from xscale.nn.roles import Role
 from xscale_kernels.block_sparse_attention import (
     IMPLEMENTATIONS,
     BlockLayout,
@@ -62,14 +61,14 @@ from xscale_kernels.select import choose, log_choice
 )
 class BlockSparse(Core):
     uses_relative_bias = True
-    seams: ClassVar[Seams] = {"build_plan": Role.KERNEL_PLAN}
+    seams = {"build_plan": Role.KERNEL_PLAN}
 
     class Config(Core.Config):
-        pattern: Annotated[Pattern.Config, Slot(PATTERNS)] = Fixed.Config()
+        pattern: PatternSlot = Fixed.Config()
         """Which key blocks each query block sees."""
-        block: int = Field(default=64, ge=1)
+        block: PositiveInt = 64
         """Tokens in a block, the unit of the pattern's sizes."""
-        soft_cap: float | None = Field(default=None, gt=0)
+        soft_cap: PositiveFloat | None = None
         """Scores become cap * tanh(score / cap) (Gemma team 2024); null: no cap."""
         sinks: bool = False
         """Whether each head has a learned logit in the softmax's denominator, an attention sink (gpt-oss), which starts

@@ -9,14 +9,14 @@ The mixer `cluster_former` sorts all heads by the layer's input, as in the paper
 layers of sliding windows, as `configs/model/attention_cluster_former.yaml` does.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks
 from xscale.nn.attention.ops.dense import masked_softmax, repeat_kv, upcast
@@ -71,13 +71,13 @@ class ClusterFormer(Core):
     centroids: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"chunk": "chunk_length"}
+        renamed = {"chunk": "chunk_length"}
 
-        clusters: int = Field(default=16, ge=1)
+        clusters: PositiveInt = 16
         """Centroids of each head; in the mixer `cluster_former`, of all heads together."""
-        chunk_length: int = Field(default=64, ge=1)
+        chunk_length: PositiveInt = 64
         """Tokens of a chunk, in order of clusters; they see each other."""
-        update_every: int = Field(default=1, ge=1)
+        update_every: PositiveInt = 1
         """Steps whose states the memory holds, after which the centroids move."""
         points: Literal["keys", "input"] = "keys"
         """Clustered vectors. keys: the keys of each head; input: the layer's input, which the mixer `cluster_former`

@@ -4,12 +4,10 @@ Clusters: signs of random projections, then Lloyd iterations in Hamming space. I
 weights on its cluster's top-k keys from its own scores, scaled to the cluster's total weight of those keys.
 """
 
-from typing import ClassVar
-
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -30,17 +28,17 @@ from xscale.nn.random import SeededNumbers
 )
 class Clustered(Core):
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"steps": "iterations", "top": "top_k"}
+        renamed = {"steps": "iterations", "top": "top_k"}
 
-        clusters: int = Field(default=100, ge=1)
+        clusters: PositiveInt = 100
         """Clusters of queries."""
-        bits: int = Field(default=63, ge=1)
+        bits: PositiveInt = 63
         """Bits of the hash: random projections whose signs are compared."""
-        iterations: int = Field(default=10, ge=0)
+        iterations: NonNegativeInt = 10
         """Lloyd iterations."""
-        top_k: int = Field(default=32, ge=0)
+        top_k: NonNegativeInt = 32
         """Keys of each cluster whose weights each query recomputes; 0: none (not improved)."""
-        seed: int = Field(default=0, ge=0)
+        seed: NonNegativeInt = 0
         """Seed of the projections."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

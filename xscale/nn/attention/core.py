@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.core.requirements import instead, take
@@ -271,3 +272,5 @@ def share_layer_tables(blocks: Iterable[nn.Module], parts: type[Module] = Core) 
 
 
 CORES = Family("core", CoreTraits, Core)
+CoreSlot = Annotated[Core.Config, Slot(CORES)]
+"""A config key that holds any core."""

@@ -4,14 +4,12 @@ S_t = S_(t-1) + b_t phi(k_t) (v_t - S_(t-1)^T phi(k_t))^T, o_t = S_t^T phi(q_t),
 A chunk at a time (`ops.delta_rule`).
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.linear import dpfp_features
 from xscale.nn.attention.ops.delta_rule import CHUNK, DeltaRule
@@ -39,9 +37,9 @@ class Delta(Core):
     gate: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"order": "nu"}
+        renamed = {"order": "nu"}
 
-        nu: int = Field(default=1, ge=1)
+        nu: PositiveInt = 1
         """Capacity of the feature map DPFP-nu: 2 * nu * K features."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

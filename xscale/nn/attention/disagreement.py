@@ -9,19 +9,18 @@ The sum over pairs of heads is the square of a sum over heads, so no pair is for
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import NonNegativeFloat
 from xscale.nn.attention.core import CORES, SCORES
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.auxiliary import attach, mean_over_text
 from xscale.nn.dims import Dims
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 
 
 @CORES.register(
@@ -32,19 +31,19 @@ from xscale.nn.roles import Role, Seams
     ),
 )
 class Disagreement(Softmax):
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
 
     class Config(Softmax.Config):
-        subspace_weight: float = Field(default=0.0, ge=0)
+        subspace_weight: NonNegativeFloat = 0.0
         """Weight of the loss on the cosines of the heads' values."""
-        position_weight: float = Field(default=0.0, ge=0)
+        position_weight: NonNegativeFloat = 0.0
         """Weight of the loss on the products of the heads' attention weights, which computes all of them."""
-        output_weight: float = Field(default=1.0, ge=0)
+        output_weight: NonNegativeFloat = 1.0
         """Weight of the loss on the cosines of the heads' outputs: the paper's best term by itself."""
 
     averages_tokens = True
     averages_text = True
-    seams: ClassVar[Seams] = {"sum_over_heads": Role.SUM_OVER_HEADS}
+    seams = {"sum_over_heads": Role.SUM_OVER_HEADS}
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)

@@ -1,7 +1,8 @@
 """Correia et al. 2019 (adaptively sparse Transformers): alpha-entmax in place of the softmax, alpha learned by head.
 
 p_i = [(alpha - 1) z_i - tau]_+ ^ (1 / (alpha - 1)) with tau such that p sums to one; low scores get exactly zero. Alpha
-is 1 + sigmoid(a), between softmax (1) and sparsemax (2).
+is 1 + sigmoid(a), between softmax (1) and sparsemax (2), and at least 1.01; a begins with variance 1, so that the heads
+differ from the start (both as in the authors' code).
 """
 
 from typing import Any
@@ -15,9 +16,11 @@ from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.compiling.eager import eager
 from xscale.nn.dims import Dims
-from xscale.nn.init import ZEROS
+from xscale.nn.init import Init
 
 STEPS = 10
+LEAST_ALPHA = 1.01
+"""Closer to softmax the power 1 / (alpha - 1) has no bound, nor have its gradients."""
 
 
 @CORES.register(
@@ -30,7 +33,7 @@ class Entmax(Core):
 
     def __init__(self, config: Core.Config, dims: Dims, heads: int, head_width: int) -> None:
         super().__init__(config, dims, heads, head_width)
-        self.declare("a", (heads,), ("heads",), ZEROS, decays=False)
+        self.declare("a", (heads,), ("heads",), Init(std=1.0), decays=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         scores = upcast(grouped_matmul(q, k.mT)) * q.shape[-1] ** -0.5
@@ -39,7 +42,7 @@ class Entmax(Core):
             scores = scores + bias.to(scores.dtype)
         if mask.allowed is not None:
             scores = scores.masked_fill(~mask.allowed.to(q.device), float("-inf"))
-        alpha = 1 + torch.sigmoid(upcast(self.use(self.a)))
+        alpha = (1 + torch.sigmoid(upcast(self.use(self.a)))).clamp(min=LEAST_ALPHA)
         return self.mix_values(entmax(scores, alpha[:, None, None].to(scores.dtype)), v, mask)
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:

@@ -6,14 +6,14 @@ that of its sentence: the labels and masks of a pair then say whether the two ar
 sentences, and has separate weights for global and long tokens.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
@@ -45,19 +45,19 @@ class Etc(Core):
     global_labels: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"tokens": "global_tokens", "clip": "max_distance"}
+        renamed = {"tokens": "global_tokens", "clip": "max_distance"}
 
-        global_tokens: int = Field(default=64, ge=1)
+        global_tokens: PositiveInt = 64
         """Global tokens, the first of the sequence."""
-        radius: int = Field(default=84, ge=0)
+        radius: NonNegativeInt = 84
         """Local radius: keys on each side that a long token sees."""
-        max_distance: int = Field(default=12, ge=0)
+        max_distance: NonNegativeInt = 12
         """Maximum relative distance with a label of its own; larger distances share its label."""
         labels: Literal["position", "structure"] = "position"
         """structure, as in the paper: pairs of a long and a global token have one of two labels, linked or not, pairs
         of global tokens have labels by distance, and global queries have labels of their own. position: long-to-global,
         global-to-long and global-to-global pairs have one label each."""
-        segment_length: int | None = Field(default=None, ge=1)
+        segment_length: PositiveInt | None = None
         """Long tokens that are linked to each global token, in order (the paper's fixed blocks); null: none, or those
         of the sentences that the mixer `etc` finds."""
         hard_g2l: bool = False

@@ -10,10 +10,10 @@ causal model its taps of later queries are left out.
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import Fraction
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.prior_scores import ScoreCore
@@ -46,9 +46,9 @@ class Evolving(ScoreCore):
     keeps_state = True
 
     class Config(Core.Config):
-        alpha: float = Field(default=0.1, ge=0, le=1)
+        alpha: Fraction = 0.1
         """Weight of the previous layer's scores; this layer's have 1 - alpha."""
-        beta: float = Field(default=0.1, ge=0, le=1)
+        beta: Fraction = 0.1
         """Weight of the convolution; what it reads has 1 - beta."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

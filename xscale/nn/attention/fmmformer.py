@@ -6,7 +6,6 @@ sigmoid s, phi_1 = elu(x) + 1, phi_2 = elu(-x) + 1, phi_3 = tanh(x).
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeInt
 from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunked_scan import linear_attention, scan_multiply_adds
@@ -44,9 +44,9 @@ class Fmmformer(Core):
     far_weight: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"band": "bandwidth", "far": "feature_maps"}
+        renamed = {"band": "bandwidth", "far": "feature_maps"}
 
-        bandwidth: int = Field(default=20, ge=0)
+        bandwidth: NonNegativeInt = 20
         """Near field: keys on each side of a query."""
         feature_maps: int = Field(default=2, ge=1, le=3)
         """Far field: feature maps (rank), of elu(x) + 1, elu(-x) + 1 and tanh(x) the first ones."""

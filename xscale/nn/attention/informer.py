@@ -12,9 +12,9 @@ the top c ln t of the first t queries, by keys that are sampled among the first 
 import math
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import dense_attention, repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -44,10 +44,10 @@ _ROWS = 128
 )
 class Informer(Core):
     class Config(Core.Config):
-        factor: int = Field(default=5, ge=1)
+        factor: PositiveInt = 5
         """c, sampling factor: c ln T queries attend, and c ln S keys are sampled for each query; logarithms are rounded
         up."""
-        seed: int = Field(default=0, ge=0)
+        seed: NonNegativeInt = 0
         """Seed of the sampled keys; training samples new keys at every call."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

@@ -1,12 +1,12 @@
 """Linear attention, without a matrix of scores: `linear` and `efficient_attention`."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import NonNegativeFloat, PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunked_scan import linear_attention, linear_sums, scan_multiply_adds
 from xscale.nn.attention.ops.dense import upcast
@@ -37,16 +37,16 @@ class LinearAttention(Core):
     """
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"order": "nu"}
+        renamed = {"order": "nu"}
 
         features: Literal["elu", "relu", "dpfp"] = "elu"
         """elu: elu(x) + 1; relu: max(x, 0); dpfp: products of relu([x, -x]) with itself, rolled."""
-        nu: int = Field(default=1, ge=1)
+        nu: PositiveInt = 1
         """Capacity of dpfp: 2 * nu * K features."""
         normalize: Literal["attention", "sum"] = "attention"
         """attention: divide by the sum of weights; sum: divide the features of each query and key by their own sum
         (Schlag et al. 2021, section 4.2)."""
-        eps: float = Field(default=1e-6, ge=0)
+        eps: NonNegativeFloat = 1e-6
         """Number added to the divisor."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

@@ -6,13 +6,13 @@ stride = trained length / projected_length. The convolution mixes the channels o
 parallelism can shard them.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
@@ -43,9 +43,9 @@ class Linformer(Core):
     f: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"rows": "projected_length", "share": "sharing"}
+        renamed = {"rows": "projected_length", "share": "sharing"}
 
-        projected_length: int = Field(default=128, ge=1)
+        projected_length: PositiveInt = 128
         """k, length to which keys and values are projected."""
         projection: Literal["linear", "convolution", "mean", "max"] = "linear"
         """linear: the matrices E and F; convolution: over windows of the sequence; mean and max: pooling, without

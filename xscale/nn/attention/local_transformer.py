@@ -9,13 +9,13 @@ given or predicted from the mean of the keys, D = I sigmoid(U_d^T tanh(W_d mean(
 """
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveFloat
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, SCORES
@@ -36,7 +36,7 @@ NARROWEST = 0.01
     ),
 )
 class LocalTransformer(Softmax):
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
     hidden: Parameter
     center: Parameter
     window: Parameter
@@ -46,7 +46,7 @@ class LocalTransformer(Softmax):
         window_from: Literal["query", "layer"] = "query"
         """Input of the prediction of D. query: each query; layer: the mean of the keys that a query sees, so that all
         queries of a bidirectional layer have one window, as in the paper's layer-specific windows."""
-        fixed_window: float | None = Field(default=None, gt=0)
+        fixed_window: PositiveFloat | None = None
         """D of all queries, in tokens (the paper tries 10); null: it is predicted."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

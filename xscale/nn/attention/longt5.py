@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks, with_neighbour_chunks
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, repeat_kv, upcast
@@ -44,9 +44,9 @@ class LongT5(Core):
     gains: Parameter
 
     class Config(Core.Config):
-        radius: int = Field(default=127, ge=0)
+        radius: NonNegativeInt = 127
         """Local radius r: keys seen on each side."""
-        block: int = Field(default=16, ge=1)
+        block: PositiveInt = 16
         """k, tokens that are summed to one global token."""
         norm: Literal["projection", "input"] = "projection"
         """projection: the norm is that of a block's summed keys and of its summed values; input: the caller norms the

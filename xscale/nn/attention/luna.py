@@ -8,10 +8,10 @@ The paper passes the slots p from layer to layer, as the mixer `luna` does; in t
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunked_scan import linear_sums, scan_multiply_adds
 from xscale.nn.attention.ops.dense import dense_attention, repeat_kv, upcast
@@ -40,7 +40,7 @@ class Luna(Core):
     slots: Parameter
 
     class Config(Core.Config):
-        slots: int = Field(default=16, ge=1)
+        slots: PositiveInt = 16
         """l, learned slots of each head (the paper's extra sequence p)."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

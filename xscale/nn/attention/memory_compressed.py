@@ -3,14 +3,12 @@
 A causal query sees the windows that end at or before it, and one zero slot before them, as the paper pads.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -42,9 +40,9 @@ class MemoryCompressed(Core):
     value_kernel: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"ratio": "compression_factor"}
+        renamed = {"ratio": "compression_factor"}
 
-        compression_factor: int = Field(default=3, ge=1)
+        compression_factor: PositiveInt = 3
         """Kernel size and stride of the convolution: tokens that become one key."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

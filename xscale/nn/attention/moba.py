@@ -4,12 +4,10 @@ Gate of block n: q . mean of its keys; the top-k blocks (the query's own always 
 gradient, with one softmax over all their keys.
 """
 
-from typing import ClassVar
-
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import pad_queries_to_keys, split_chunks
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
@@ -36,11 +34,11 @@ from xscale.nn.dims import Dims
 )
 class Moba(Core):
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"top": "top_k"}
+        renamed = {"top": "top_k"}
 
-        block: int = Field(default=64, ge=1)
+        block: PositiveInt = 64
         """Block size in tokens; the paper: 512 and more."""
-        top_k: int = Field(default=4, ge=1)
+        top_k: PositiveInt = 4
         """Blocks that a query sees, its own included."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

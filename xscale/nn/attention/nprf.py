@@ -9,10 +9,10 @@ import math
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
@@ -38,11 +38,11 @@ class Nprf(Core):
     distance: Parameter
 
     class Config(Core.Config):
-        features: int = Field(default=32, ge=1)
+        features: PositiveInt = 32
         """Random directions, each a feature."""
         shared: bool = False
         """Whether all layers have one table of biases, as in the paper; false: each has its own."""
-        seed: int = Field(default=0, ge=0)
+        seed: NonNegativeInt = 0
         """Seed of the directions."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

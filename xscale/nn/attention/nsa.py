@@ -7,7 +7,7 @@ for all query heads of a kv_head; here the branches share keys and values, and e
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import multiples_near, take
 from xscale.nn.attention.block_sparse import BlockSparse
@@ -57,22 +58,22 @@ class Nsa(Core):
     gates: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "run": "compression_block",
             "stride": "compression_stride",
             "block": "selection_block",
             "top": "top_blocks",
         }
 
-        compression_block: int = Field(default=32, ge=1)
+        compression_block: PositiveInt = 32
         """l, keys that are compressed into one."""
-        compression_stride: int = Field(default=16, ge=1)
+        compression_stride: PositiveInt = 16
         """d, stride between the starts of compression blocks."""
-        selection_block: int = Field(default=64, ge=1)
+        selection_block: PositiveInt = 64
         """l', keys of a selected block; a multiple of `compression_stride`."""
         top_blocks: int = Field(default=16, ge=3)
         """n, selected blocks, including the first, the query's own and the previous one."""
-        window: int = Field(default=512, ge=1)
+        window: PositiveInt = 512
         """w, keys of the sliding window, the query's own included."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

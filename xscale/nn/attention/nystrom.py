@@ -4,14 +4,14 @@ softmax(q k~^T) (softmax(q~ k~^T))^+ softmax(q~ k^T) v, computed from the right.
 Z <- Z (13 - AZ (15 - AZ (7 - AZ))) / 4. `identity` is Chen et al. 2020 (CSALR): (A + 1)^-1, which always exists.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
@@ -38,13 +38,13 @@ class Nystrom(Core):
     kernel: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"convolution": "conv_kernel_size"}
+        renamed = {"convolution": "conv_kernel_size"}
 
-        landmarks: int = Field(default=64, ge=1)
+        landmarks: PositiveInt = 64
         """Segments whose means are the landmarks; at most the tokens of the shorter sequence."""
         inverse: Literal["pseudo", "identity"] = "pseudo"
         """pseudo: the pseudo-inverse by six iterations; identity: (A + 1)^-1."""
-        conv_kernel_size: int = Field(default=0, ge=0)
+        conv_kernel_size: NonNegativeInt = 0
         """Kernel size of a depthwise convolution of the values, added to the output (the paper: 33); 0: none."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

@@ -7,9 +7,9 @@ paper's first version, exp(|x|^2 / 2) [sin(w . x), cos(w . x)]; and relu(w . x),
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import NonNegativeInt, PositiveFloat, PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunked_scan import (
     linear_attention,
@@ -46,15 +46,15 @@ from xscale.nn.dims import Dims
 )
 class Performer(Core):
     class Config(Core.Config):
-        features: int = Field(default=256, ge=1)
+        features: PositiveInt = 256
         """m, random directions; the paper takes about K log K."""
         estimator: Literal["positive", "trigonometric", "relu"] = "positive"
         """positive: FAVOR+; trigonometric: FAVOR, whose weights may be negative; relu: no softmax, but often better."""
         redraw: bool = False
         """Whether training draws new directions at every call; evaluation has fixed ones."""
-        eps: float = Field(default=1e-6, gt=0)
+        eps: PositiveFloat = 1e-6
         """Added to the positive features of queries, whose largest is 1, so that no divisor is 0."""
-        seed: int = Field(default=0, ge=0)
+        seed: NonNegativeInt = 0
         """Seed of the directions."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

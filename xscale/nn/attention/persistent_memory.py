@@ -10,10 +10,10 @@ them needs no feed-forward layer (`ffn: none`).
 from dataclasses import replace
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, SCORES, Core
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -34,7 +34,7 @@ class PersistentMemory(Core):
     memory_values: Parameter
 
     class Config(Core.Config):
-        persistent: int = Field(default=1024, ge=1)
+        persistent: PositiveInt = 1024
         """N, persistent vectors of each head; the paper takes as many as a feed-forward layer has hidden units."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

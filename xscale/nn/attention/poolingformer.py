@@ -6,14 +6,14 @@ w = `pooled_window`; o = y + z. LDConv pools by a dynamic convolution (Wu et al.
 softmax(W_p x) of the token x in the middle, with a W_p for keys and one for values.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_most, multiples_near, take
 from xscale.nn.attention.block_sparse import BlockSparse
@@ -49,23 +49,23 @@ class Poolingformer(Core):
     pool_weights: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "near": "window",
             "far": "pooled_window",
             "segment": "pooled_window",
             "pool": "pool_size",
         }
 
-        window: int = Field(default=64, ge=1)
+        window: PositiveInt = 64
         """Keys of the first level's window on each side of a query."""
-        pooled_window: int = Field(default=256, ge=1)
+        pooled_window: PositiveInt = 256
         """Tokens on each side of a query up to which pools of the second level have their centre; a multiple of
         `stride`."""
         pooling: Literal["ldconv", "max", "mean"] = "ldconv"
         """ldconv: weighted sum, with weights predicted from the middle token; max and mean: without parameters."""
-        pool_size: int = Field(default=5, ge=1)
+        pool_size: PositiveInt = 5
         """Kernel size: tokens in a pool."""
-        stride: int = Field(default=4, ge=1)
+        stride: PositiveInt = 4
         """Tokens between the centres of the pools that a query sees."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

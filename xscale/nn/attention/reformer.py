@@ -5,13 +5,14 @@ paper shares queries and keys, and so does the mixer unless its `shared_qk` is f
 `ops/bucketed.py` says which tokens of its bucket a token sees, and has the paper's chunks too.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
@@ -45,14 +46,14 @@ from xscale.nn.random import SeededNumbers
 )
 class Reformer(Core):
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"reach": "chunk_length", "rounds": "hashes"}
+        renamed = {"reach": "chunk_length", "rounds": "hashes"}
 
         buckets: int = Field(default=32, ge=2, multiple_of=2)
         """Hash buckets of a round, an even number. The paper: 2 * length / chunk_length."""
-        chunk_length: int = Field(default=64, ge=1)
+        chunk_length: PositiveInt = 64
         """Tokens of a chunk; with scope 'bucket', tokens of its bucket that a token sees on each side (causal: before
         it), itself included."""
-        hashes: int = Field(default=2, ge=1)
+        hashes: PositiveInt = 2
         """Rounds of hashing; a token sees its buckets of all rounds."""
         scope: Literal["bucket", "chunk"] = "bucket"
         """bucket: a token sees the nearest tokens of its bucket; chunk: as in the paper, tokens are sorted by bucket,
@@ -60,7 +61,7 @@ class Reformer(Core):
         only."""
         redraw: bool = True
         """Whether training draws new hashes at every call, as the paper does; evaluation has fixed hashes."""
-        seed: int = Field(default=0, ge=0)
+        seed: NonNegativeInt = 0
         """Seed of the hashes."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

@@ -8,10 +8,10 @@ score of query i and key j is q_i (k_j + e_ij) / sqrt(K), where e_ij is the row 
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks
 from xscale.nn.attention.ops.dense import masked_softmax, repeat_kv, upcast
@@ -39,7 +39,7 @@ class RelativeLocal(Core):
     table: Parameter
 
     class Config(Core.Config):
-        block: int = Field(default=512, ge=1)
+        block: PositiveInt = 512
         """N, tokens of a block."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

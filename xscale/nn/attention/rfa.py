@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
@@ -51,14 +51,14 @@ class Rfa(Core):
     gate: Parameter
 
     class Config(Core.Config):
-        features: int = Field(default=64, ge=1)
+        features: PositiveInt = 64
         """Random directions; each gives a sine and a cosine."""
         gated: bool = False
         """Whether the state decays by a gate of each key, sigmoid(k . w + b); causal models only. The paper's gate
         reads the token's hidden state, of which the key is a linear map."""
         redraw: bool = False
         """Whether training draws new directions at every call; evaluation has fixed ones."""
-        seed: int = Field(default=0, ge=0)
+        seed: NonNegativeInt = 0
         """Seed of the directions."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

@@ -11,13 +11,11 @@ directions are compared. Sums are divided by the mean number of points of a cent
 batch, and the random start is as much smaller: it has the share of a point among a thousand.
 """
 
-from typing import ClassVar
-
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import FractionBelowOne, PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.bucketed import tile_buckets, tile_places, tiled_attention
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
@@ -62,13 +60,13 @@ class RoutingTransformer(Core):
     centroids: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"reach": "window"}
+        renamed = {"reach": "window"}
 
-        clusters: int = Field(default=16, ge=1)
+        clusters: PositiveInt = 16
         """Centroids of each head; the paper: the square root of the length."""
-        window: int = Field(default=64, ge=1)
+        window: PositiveInt = 64
         """w, causal models: keys of its cluster that a query sees, its own token's included."""
-        decay: float = Field(default=0.999, ge=0, lt=1)
+        decay: FractionBelowOne = 0.999
         """Decay of the centroids' exponential moving average at each step."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

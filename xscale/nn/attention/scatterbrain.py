@@ -5,13 +5,13 @@ buckets, unbiased elsewhere. o = A v / A 1. phi are the Performer's positive fea
 """
 
 import math
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.bucketed import tile_buckets, tile_places
 from xscale.nn.attention.ops.chunked_scan import scan_multiply_adds
@@ -43,16 +43,16 @@ TINY = 1e-12
 )
 class Scatterbrain(Core):
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"reach": "window"}
+        renamed = {"reach": "window"}
 
-        features: int = Field(default=64, ge=1)
+        features: PositiveInt = 64
         """Random directions, each a feature."""
         buckets: int = Field(default=16, ge=2, multiple_of=2)
         """Hash buckets, an even number."""
-        window: int = Field(default=32, ge=1)
+        window: PositiveInt = 32
         """Keys of its bucket for which a query's scores are exact, on each side (causal: before it), its own token's
         included."""
-        seed: int = Field(default=0, ge=0)
+        seed: NonNegativeInt = 0
         """Seed of the directions and the hash."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

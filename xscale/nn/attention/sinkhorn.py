@@ -9,14 +9,14 @@ The last block may be shorter than the others. A place that it lacks is mixed fr
 weights scaled to the sum over all blocks, and is hidden where none has it.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeInt, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
@@ -48,15 +48,15 @@ class SinkhornCore(Core):
     second: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"cut": "sortcut_blocks"}
+        renamed = {"cut": "sortcut_blocks"}
 
-        block: int = Field(default=64, ge=1)
+        block: PositiveInt = 64
         """Tokens of a block."""
-        iterations: int = Field(default=7, ge=0)
+        iterations: NonNegativeInt = 7
         """Sinkhorn iterations: each normalises rows and then columns."""
-        temperature: float = Field(default=0.75, gt=0)
+        temperature: PositiveFloat = 0.75
         """Temperature of the Gumbel-Sinkhorn scores; Gumbel noise is added in training."""
-        sortcut_blocks: int | None = Field(default=None, ge=1)
+        sortcut_blocks: PositiveInt | None = None
         """SortCut: all queries see this many sorted blocks and no other keys; bidirectional models only. null: off."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

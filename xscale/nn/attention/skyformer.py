@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveFloat
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -35,7 +36,7 @@ class Skyformer(Core):
     class Config(Core.Config):
         landmarks: int = Field(default=128, ge=2)
         """Landmarks, half of them queries and half keys, evenly spaced (in training from a random start)."""
-        gamma: float = Field(default=0.1, gt=0)
+        gamma: PositiveFloat = 0.1
         """Number added to the diagonal of the landmarks' kernel matrix, so that its inverse exists."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

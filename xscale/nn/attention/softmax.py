@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveFloat
 from xscale.core.errors import ConfigError, Problem
 from xscale.nn.attention.core import CORES, SCORES, Core, CoreTraits
 from xscale.nn.attention.ops.dense import grouped_matmul, masked_softmax, upcast
@@ -46,7 +46,7 @@ class Softmax(Core):
         sinks: bool = False
         """Whether each head has a learned logit in the softmax's denominator, an attention sink (gpt-oss), which starts
         at 0. By flex, or by operators that keep all scores."""
-        soft_cap: float | None = Field(default=None, gt=0)
+        soft_cap: PositiveFloat | None = None
         """Scores become cap * tanh(score / cap) (Gemma team 2024), by flex or by operators that keep all
         scores; null: no cap."""
         implementation: Literal["auto", "dense", "flex"] = "auto"
@@ -222,7 +222,9 @@ class Softmax(Core):
         return masked_softmax(scores, hidden, self.sink_logits())
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
-        return 2.0 * heads * queries * keys * head_width / (2 if self.causal else 1)
+        # The queries are the last tokens, and all of them see the keys before.
+        seen = queries * (keys - queries / 2) if self.causal else queries * keys
+        return 2.0 * heads * seen * head_width
 
 
 def _is_packed(mask: AttentionMask, dropout: float) -> bool:

@@ -10,17 +10,17 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from math import gcd
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from xscale.core.config import Slot
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, multiples_near, take
 from xscale.nn.attention.block_sparse import BlockSparse
-from xscale.nn.attention.core import CORES, SCORES, Core, CoreTraits
+from xscale.nn.attention.core import CORES, SCORES, Core, CoreSlot, CoreTraits
 from xscale.nn.attention.ops.dense import repeat_kv
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.attention.softmax import Softmax
@@ -44,11 +44,11 @@ ANY_CORE = ("position_dependent", "random", "running_stats")
 )
 class SplitHeads(Core):
     class Config(Core.Config):
-        cores: tuple[Annotated[Core.Config, Slot(CORES)], ...] = Field(
+        cores: tuple[CoreSlot, ...] = Field(
             default=(BlockSparse.Config(pattern=Window.Config()), Softmax.Config()), min_length=2
         )
         """The cores."""
-        shares: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+        shares: tuple[PositiveInt, ...] | None = None
         """Share of the heads that each core has: (1, 3) gives the first a quarter; null: equal shares."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

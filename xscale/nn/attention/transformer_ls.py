@@ -1,18 +1,17 @@
 """Zhu et al. 2021 (Transformer-LS): short-term window attention plus long-term dynamic projection.
 
 P = softmax over positions of k W, W [K, r]; projected keys P^T k and values P^T v. A query sees the window's keys and
-the projected keys in one softmax, each kind with its own layer norm. Causal: projections of each complete segment, and
-the window is the query's segment and the previous one.
+the projected keys in one softmax, each kind with its own layer norm. Causal: projections of each segment before the
+query's, and the window are the latest w keys (section 3.4 and the authors' code). Bidirectional: the window are the w
+tokens in a row that the query is one of, and w/2 on each side (section 3.2).
 """
-
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.core import CORES, Core, CoreTraits
 from xscale.nn.attention.ops.chunks import split_chunks, with_neighbour_chunks
 from xscale.nn.attention.ops.dense import masked_softmax, repeat_kv, upcast
@@ -35,9 +34,9 @@ from xscale.nn.init import ONES, Init
         decode=True,
     ),
     deviations=(
-        "Bidirectional: a query sees both neighbouring segments whole; the paper's sees the nearer half of each.",
+        "Without `window` one length is that of the window and of the segments whose projections are seen, and a query "
+        "sees its own and the neighbouring segments whole.",
         "The two layer norms have gains, which the heads share, and no biases.",
-        "One length is that of the window and of the segments whose projections are seen; the paper has two.",
     ),
 )
 class TransformerLs(Core):
@@ -45,11 +44,14 @@ class TransformerLs(Core):
     gains: Parameter
 
     class Config(Core.Config):
-        renamed: ClassVar[dict[str, str]] = {"slots": "projection_rank"}
+        renamed = {"slots": "projection_rank"}
 
-        segment: int = Field(default=64, ge=1)
-        """w, tokens of a segment: a query sees its own segment and both neighbours (causal: the previous one)."""
-        projection_rank: int = Field(default=16, ge=1)
+        segment: PositiveInt = 64
+        """l, tokens of a segment, whose projections later segments see in a causal model."""
+        window: PositiveInt | None = None
+        """w, keys of the window: the latest ones of a causal model, otherwise the w tokens in a row that the query is
+        one of, and half as many on each side; null: the own segment and its neighbours (causal: the previous one)."""
+        projection_rank: PositiveInt = 16
         """r, projected keys of the whole sequence (causal: of each segment)."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:
@@ -65,7 +67,7 @@ class TransformerLs(Core):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         dtype = v.dtype
-        size = self.config.segment
+        size = self.config.window or self.config.segment
         queries = mask.queries
         # Pad queries for cached tokens: segments are counted from the start of the sequence.
         q = F.pad(upcast(q), (0, 0, mask.offset, 0)) * q.shape[-1] ** -0.5
@@ -112,25 +114,35 @@ class TransformerLs(Core):
         return self._norm(projected_k, 2), self._norm(projected_v, 3)
 
     def _hidden(
-        self, segments: int, length: int, window: int, projected: int, device: torch.device
+        self, chunks: int, length: int, keys: int, projected: int, device: torch.device
     ) -> Tensor:
-        size = self.config.segment
-        query = torch.arange(segments * size, device=device).view(segments, size, 1)
-        segment = torch.arange(segments, device=device)[:, None, None]
-        key = (segment - 1) * size + torch.arange(window, device=device)
+        """Return which keys of a chunk with its neighbours, and which projections, are hidden, [N, C, W + R]."""
+        window, segment = self.config.window, self.config.segment
+        size = window or segment
+        query = torch.arange(chunks * size, device=device).view(chunks, size, 1)
+        chunk = torch.arange(chunks, device=device)[:, None, None]
+        key = (chunk - 1) * size + torch.arange(keys, device=device)
         hidden = (key < 0) | (key >= length) | ((key > query) & self.causal)
+        if window is not None and self.causal:
+            hidden = hidden | (key <= query - window)
+        elif window is not None:
+            begin = chunk * window
+            hidden = hidden | (key < begin - window // 2) | (key >= begin + window + window // 2)
         slot = torch.arange(projected, device=device) // self.config.projection_rank
-        beyond = (slot >= segment) & self.causal
-        return torch.cat((hidden, beyond.expand(segments, size, projected)), -1)
+        beyond = (slot >= query // segment) & self.causal
+        return torch.cat(
+            (hidden.expand(chunks, size, keys), beyond.expand(chunks, size, projected)), -1
+        )
 
     def multiply_adds(self, queries: int, keys: int, heads: int, head_width: int) -> float:
-        size, slots = self.config.segment, self.config.projection_rank
+        segment, slots = self.config.segment, self.config.projection_rank
+        size = self.config.window or segment
         padded = -(-keys // size) * size
         if not self.causal:
             return float(heads * head_width * (3 * keys * slots + 2 * padded * (3 * size + slots)))
-        kept = keys // size * slots
+        kept = keys // segment * slots
         return float(
             heads
             * head_width
-            * ((keys + 2 * (keys // size * size)) * slots + 2 * padded * (2 * size + kept))
+            * ((keys + 2 * (keys // segment * segment)) * slots + 2 * padded * (2 * size + kept))
         )

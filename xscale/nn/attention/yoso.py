@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import CORES, Core, CoreTraits
@@ -47,18 +47,18 @@ class Yoso(Core):
     convolution: Parameter
 
     class Config(Core.Config):
-        tau: int = Field(default=8, ge=1)
+        tau: PositiveInt = 8
         """Bits of a hash."""
-        hashes: int | None = Field(default=None, ge=0)
+        hashes: NonNegativeInt | None = None
         """m, hash functions of the estimate; 0: its expectation (YOSO-E), of quadratic cost; null: 32, and 0 in causal
         models."""
         gradient: Literal["lower_bound", "exact"] = "lower_bound"
         """lower_bound: the paper's, tau / 2 times the weight; exact: that of the expectation, which grows without bound
         as the angle goes to 0, so angles are bounded; for hashes = 0."""
-        convolution: int | None = Field(default=None, ge=1)
+        convolution: PositiveInt | None = None
         """Tokens of a depthwise convolution of the values, with one kernel for each head, that is added to the output;
         null: none."""
-        seed: int = Field(default=0, ge=0)
+        seed: NonNegativeInt = 0
         """Seed of the hyperplanes; training draws new ones at every call."""
 
     def __init__(self, config: Config, dims: Dims, heads: int, head_width: int) -> None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Config, Slot
+from xscale.core.config import Config, FractionBelowOne, NonNegativeFloat, Slot
 from xscale.core.errors import Problem
 from xscale.nn.blocks.block_checks import check_parallel_sublayer, check_sublayer
 from xscale.nn.depth.depth_pass import Edges
@@ -15,31 +15,31 @@ from xscale.nn.depth.edges import CONTENT, BlockEdges
 from xscale.nn.depth.gates import Gate, GatesConfig
 from xscale.nn.depth.gates import check as check_gates
 from xscale.nn.dims import Dims
-from xscale.nn.ffn.ffn import FFNS, Ffn, Gated
+from xscale.nn.ffn.ffn import FFNS, FfnSlot, Gated
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer, check_mixer
+from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerSlot, check_mixer
 from xscale.nn.module import Module
 from xscale.nn.neighbours import NeighbourReader
-from xscale.nn.norm.norm import NORMS, Norm, Rms
-from xscale.nn.position.position import POSITIONS, Position, check_block_position
+from xscale.nn.norm.norm import NORMS, NormSlot, Rms
+from xscale.nn.position.position import POSITIONS, Position, PositionSlot, check_block_position
 from xscale.nn.residual.norms import Pre
 from xscale.nn.residual.residual_stream import RESIDUALS, ResidualStream, fold_placement
 from xscale.nn.residual.sublayer import Sublayer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class SublayerConfig(Config):
     part: Literal["mixer", "cross", "ffn"]
     """The kind of sublayer: the mixer, the cross-attention to the encoder's output, or the feed-forward part."""
-    factor: float = Field(default=1.0, ge=0)
+    factor: NonNegativeFloat = 1.0
     """Factor of the sublayer's output before it is added: 0.5 for the halves of Macaron (Lu et al. 2019)."""
     parallel: bool = False
     """Whether it reads the input of the sublayer before it, so that both outputs are added to that input (So et al.
     2019, Evolved Transformer)."""
-    mixer: Annotated[Mixer.Config, Slot(MIXERS)] | None = None
+    mixer: MixerSlot | None = None
     """The mixer or cross-attention of this sublayer; null: the block's."""
-    ffn: Annotated[Ffn.Config, Slot(FFNS)] | None = None
+    ffn: FfnSlot | None = None
     """The feed-forward part of this sublayer; null: the block's."""
 
     @property
@@ -51,25 +51,25 @@ class SublayerConfig(Config):
 class BlockConfig(Config):
     folded = {"placement": ("residual", fold_placement)}
 
-    mixer: Annotated[Mixer.Config, Slot(MIXERS)] = Attention.Config()
+    mixer: MixerSlot = Attention.Config()
     """The mixer: self-attention or another map that moves information between tokens."""
-    cross: Annotated[Mixer.Config, Slot(MIXERS)] | None = None
+    cross: MixerSlot | None = None
     """The cross-attention mixer in the decoder of an encoder-decoder; null: as `mixer`."""
-    ffn: Annotated[Ffn.Config, Slot(FFNS)] = Gated.Config()
+    ffn: FfnSlot = Gated.Config()
     """The position-wise feed-forward part."""
     sublayers: tuple[SublayerConfig, ...] | None = Field(default=None, min_length=1)
     """The sublayers in their order; null: the mixer, the cross-attention in the decoder of an encoder-decoder, and the
     feed-forward part."""
-    position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+    position: PositionSlot | None = None
     """Position encoding that is added to the block's input, with parameters of its own in each block (Al-Rfou et al.
     2019), except the dynamics of `floater`, which all blocks share (Liu et al. 2020); null: positions enter as
     `model.position` says, alone."""
-    norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
+    norm: NormSlot = Rms.Config()
     """The norm of each sublayer."""
     residual: Annotated[ResidualStream.Config, Slot(RESIDUALS)] = Pre.Config()
     """The residual stream: how sublayers read from it and write to it, and where norms stand. All blocks of a stack
     have the same."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: FractionBelowOne = 0.0
     """Dropout probability of each sublayer's output."""
     gates: GatesConfig | None = None
     """Gates that decide for each token which sublayers are computed, under a budget (Bapna et al. 2020); null: all."""
@@ -108,7 +108,7 @@ class BlockConfig(Config):
 class Block(Module):
     """[B, T, D] -> [B, T, D]. Sublayers have the names of `BlockConfig.named`."""
 
-    seams: ClassVar[Seams] = {"position": Role.BLOCK_POSITION}
+    seams = {"position": Role.BLOCK_POSITION}
     mixer: Sublayer
     cross: Sublayer | None
     ffn: Sublayer | None

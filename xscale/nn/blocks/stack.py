@@ -1,12 +1,12 @@
 """A stack of blocks, uniform or by rules: every second one a mixture of experts, sparse and dense attention in turn."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from xscale.core.config import Config, Slot
+from xscale.core.config import Config, NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.core import share_layer_tables
@@ -15,14 +15,14 @@ from xscale.nn.blocks.stack_checks import check_blocks_together, with_keys
 from xscale.nn.depth import PASSES, DepthConfig
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, Edges, Prediction, StackUse
 from xscale.nn.dims import Dims
-from xscale.nn.ffn.ffn import FFNS, Ffn
-from xscale.nn.mixer.mixer import MIXERS, Mixer
+from xscale.nn.ffn.ffn import FfnSlot
+from xscale.nn.mixer.mixer import Mixer, MixerSlot
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.position import Position, share_position
 from xscale.nn.random import reseed
 from xscale.nn.residual.residual_stream import RESIDUALS, ResidualStream
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 PassT = TypeVar("PassT", bound=DepthPass)
@@ -35,17 +35,17 @@ OVERRIDES = ("mixer", "ffn", "sublayers")
 class LayerRule(Config):
     """Overrides parts of some blocks. Later rules win over earlier ones."""
 
-    every: int = Field(default=1, ge=1)
+    every: PositiveInt = 1
     """Period of the rule: 2 is every second block (GShard, Switch)."""
-    at: int = Field(default=0, ge=0)
+    at: NonNegativeInt = 0
     """First block of each period to which the rule applies, from 0."""
-    first: int = Field(default=0, ge=0)
+    first: NonNegativeInt = 0
     """Blocks before this one are left alone."""
-    last: int | None = Field(default=None, ge=0)
+    last: NonNegativeInt | None = None
     """Blocks from this one on are left alone; null: none."""
-    mixer: Annotated[Mixer.Config, Slot(MIXERS)] | None = None
+    mixer: MixerSlot | None = None
     """The mixer of these blocks; null: unchanged."""
-    ffn: Annotated[Ffn.Config, Slot(FFNS)] | None = None
+    ffn: FfnSlot | None = None
     """The position-wise part of these blocks; null: unchanged."""
     sublayers: tuple[SublayerConfig, ...] | None = Field(default=None, min_length=1)
     """The sublayers of these blocks, in their order; null: unchanged."""
@@ -89,7 +89,7 @@ class StackConfig(DepthConfig, BlocksConfig):
 class Stack(Module):
     """[B, T, D] -> [B, T, D], with the final norm that pre-norm needs. Blocks keep their index on every layout."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "run_block": Role.BLOCK_CALL,
         "norm": Role.BETWEEN_REGIONS,
         "position": Role.IN_REGION,

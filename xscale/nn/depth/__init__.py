@@ -14,6 +14,9 @@ from xscale.nn.depth.layer_mix import LayerMix, ReturnedStates
 from xscale.nn.depth.linear_maps import QuaternionMaps
 from xscale.nn.depth.mask_decoder import MaskDecoder, MaskDecoderConfig
 from xscale.nn.depth.quaternion import LinearMaps
+from xscale.nn.depth.segment_memory.feedback import FeedbackConfig, FeedbackMemory
+from xscale.nn.depth.segment_memory.memory import SegmentMemory, SegmentMemoryConfig
+from xscale.nn.depth.segment_memory.summary import SegmentSummary, SegmentSummaryConfig
 from xscale.nn.depth.sequence_pooling import SequencePooling, SequencePoolingConfig
 from xscale.nn.depth.sharing import Share, SharedSublayers
 from xscale.nn.depth.step_signal import StepSignal
@@ -26,6 +29,9 @@ PASSES: tuple[type[DepthPass], ...] = (
     FirstValues,
     LayerMix,
     SequencePooling,
+    SegmentMemory,
+    SegmentSummary,
+    FeedbackMemory,
     StepSignal,
     Halting,
     Exits,
@@ -57,6 +63,15 @@ class DepthConfig(Config):
     pooling: SequencePoolingConfig | None = None
     """Shortens the sequence of an encoder between blocks (Dai et al. 2020, Funnel-Transformer; the distilling of Zhou
     et al. 2021, Informer); null: all blocks read all tokens."""
+    segment_memory: SegmentMemoryConfig | None = None
+    """Hidden states of the segments before that attention reads beside those of its own (Dai et al. 2019,
+    Transformer-XL); null: none."""
+    segment_summary: SegmentSummaryConfig | None = None
+    """One vector of the segment before, a mean over tokens and blocks, that one block attends to (Yoshida et al.
+    2020); null: none."""
+    feedback: FeedbackConfig | None = None
+    """One memory of all blocks at earlier tokens, which all blocks attend to, a token at a time (Fan et al. 2020,
+    Feedback Transformer); null: each block attends to its own input."""
     mask_decoder: MaskDecoderConfig | None = None
     """The last block of an encoder decodes masked tokens: its queries get absolute positions, and it is applied several
     times to the output of the block before (He et al. 2021, DeBERTa); null: it is a block as the others."""

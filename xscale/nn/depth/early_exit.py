@@ -20,10 +20,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Config
+from xscale.core.config import Config, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_most, take
 from xscale.nn.signals import Signal
@@ -34,13 +33,13 @@ class ExitPolicyConfig(Config):
     """The quantity by which a token leaves: the entropy of its prediction, in nats (Xin et al. 2020); patience, the
     number of exits in a row that predict what the one before did (Zhou et al. 2020); uncertainty, the greatest entropy,
     over log V, of the tokens in a window around it (Li et al. 2021); or a vote of all exits so far (Sun et al.)."""
-    threshold: float = Field(ge=0)
+    threshold: NonNegativeFloat
     """entropy and uncertainty: a token leaves below it; patience and vote: from it on."""
-    window: int | None = Field(default=None, ge=0)
+    window: NonNegativeInt | None = None
     """uncertainty: the tokens on each side that must be certain too; in a causal model on the left alone."""
-    power: float | None = Field(default=None, ge=0, le=1)
+    power: Fraction | None = None
     """vote: the votes for the leading token are divided by this power of the number of votes."""
-    tolerance: float | None = Field(default=None, gt=0)
+    tolerance: PositiveFloat | None = None
     """patience of an objective on scores, such as regress: an exit agrees with the one before if their scores are
     closer than this (Zhou et al. 2020)."""
 

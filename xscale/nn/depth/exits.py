@@ -8,7 +8,7 @@ With diversity (Sun et al. 2021) alpha mean_{j<l} CE(p_l, p_j) is subtracted for
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,14 @@ from xscale.nn.dims import Dims
 from xscale.nn.head.head import IGNORE_INDEX, ONLY_LAST_LOGITS, Head
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class Exit(Module):
     """The norm and the head after one block."""
 
-    seams: ClassVar[Seams] = {"norm": Role.BETWEEN_REGIONS}
+    seams = {"norm": Role.BETWEEN_REGIONS}
 
     def __init__(self, norm: Norm | None, head: Head | None) -> None:
         """`head` None: the model's."""
@@ -55,7 +55,7 @@ class Exits(DepthPass):
 
     key = "exits"
     reads_hidden_states = "an exit reads one"
-    seams: ClassVar[Seams] = {
+    seams = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,
         "full_sequence": Role.FULL_SEQUENCE,
         "of_tokens": Role.SHARD_OF_TOKENS,

@@ -1,10 +1,10 @@
 """Config of exits, and the checks of what in it goes together."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from xscale.core.config import Config
+from xscale.core.config import Config, NonNegativeFloat, NonNegativeInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import change, kinds, take
 from xscale.nn.depth.depth_pass import StackUse
@@ -21,7 +21,7 @@ POLICIES = (
 
 
 class ExitsConfig(Config):
-    blocks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
+    blocks: tuple[NonNegativeInt, ...] | None = Field(default=None, min_length=1)
     """Numbers of the blocks, from 0, after which there is an exit; null: all but the last, which the model's own head
     follows."""
     head: Literal["own", "shared"] = "own"
@@ -34,7 +34,7 @@ class ExitsConfig(Config):
     stop: Literal["never", "by_depth"] = "never"
     """by_depth: the loss after block l of L, from 1, ends after the fraction l / (2 L) of the run's steps (Al-Rfou et
     al. 2019)."""
-    second_target: float = Field(default=0.0, ge=0)
+    second_target: NonNegativeFloat = 0.0
     """Weight of the loss of one more head, which predicts the token after the next from the output of the stack, as
     Al-Rfou et al. 2019 have it; 0: there is none."""
     two_stage: float | None = Field(default=None, gt=0, lt=1)
@@ -43,7 +43,7 @@ class ExitsConfig(Config):
     self_sampling: float | None = Field(default=None, gt=0, lt=1)
     """Fraction of the run's steps after which tokens leave by the policy in training too, so that the losses of later
     exits and of the model's head are those of copied hidden states (Li et al. 2021); null: never."""
-    diversity: float = Field(default=0.0, ge=0)
+    diversity: NonNegativeFloat = 0.0
     """Weight alpha of the diversity of the predictions (Sun et al. 2021): alpha times the cross-entropy of each exit's
     and the last block's distribution against those of the exits before it, in their mean, is subtracted from the loss.
     It needs the logits of all targets at once; 0: none."""

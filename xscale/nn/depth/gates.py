@@ -9,7 +9,7 @@ is what an embedding of the budget that is added to x becomes behind W.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from xscale.core.config import Config
+from xscale.core.config import Config, NonNegativeFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import instead, take
 from xscale.nn.auxiliary import attach
@@ -28,7 +28,7 @@ from xscale.nn.init import ZEROS, Init
 from xscale.nn.module import Module
 from xscale.nn.random import reseed
 from xscale.nn.residual.residual_stream import RESIDUALS
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -49,13 +49,13 @@ class GatesConfig(Config):
     training batch draws one."""
     budget: float | None = Field(default=None, gt=0, le=1)
     """The budget of evaluation and generation, one of `budgets`; null: the largest."""
-    hidden: int | None = Field(default=None, ge=1)
+    hidden: PositiveInt | None = None
     """Hidden units of each gate; null: a quarter of the width."""
-    noise: float = Field(default=1.0, ge=0)
+    noise: NonNegativeFloat = 1.0
     """Standard deviation of the noise at the end of the run, to which it grows linearly from 0."""
     bias: float = 1.0
     """Initial bias c of each gate; above 0 all sublayers are computed at first."""
-    loss_weight: float = Field(default=1.0, ge=0)
+    loss_weight: NonNegativeFloat = 1.0
     """Weight of the budget's loss."""
 
     @property
@@ -67,7 +67,7 @@ class GatesConfig(Config):
 class Gate(Module):
     """The gate of one sublayer."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "param_hook": Role.PARAMETERS_BETWEEN_REGIONS,
         "random": Role.DRAWS_BETWEEN_REGIONS,
     }
@@ -120,7 +120,7 @@ class GateBudget(DepthPass):
         "the gates, and the gates' sum, which blocks hand on, are of the hidden states"
     )
     has_edges = True
-    seams: ClassVar[Seams] = {
+    seams = {
         "sum_over_sequence": Role.SUM_OVER_TOKENS,
         "replicated_input": Role.REPLICATED_INPUT,
         "attach_loss": Role.ON_LAST_STAGE,

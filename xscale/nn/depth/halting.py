@@ -11,14 +11,14 @@ later steps, where others attend to it (Dehghani et al. 2019, section 2.2).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from xscale.core.config import Config
+from xscale.core.config import Config, NonNegativeFloat
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.auxiliary import attach, mean_over_text
@@ -26,14 +26,14 @@ from xscale.nn.depth.depth_pass import DepthPass, DepthState, SentTensor, StackU
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.mixer.mixer import hands_on_scores, without_scores
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class HaltingConfig(Config):
     epsilon: float = Field(default=0.01, gt=0, lt=1)
     """A token halts when its probabilities sum up to 1 - epsilon."""
-    ponder_weight: float = Field(default=0.01, ge=0)
+    ponder_weight: NonNegativeFloat = 0.01
     """Weight of the ponder cost, N + R in the mean over tokens, in the loss."""
     bias: float = 1.0
     """Initial bias b of the halting unit; 1, as Graves takes, lets tokens halt early at first."""
@@ -71,7 +71,7 @@ class Halting(DepthPass):
     averages_text = True
     averages_packed_text = True
     used_by_all_blocks = True
-    seams: ClassVar[Seams] = {
+    seams = {
         "param_hook": Role.PARAMETERS_BETWEEN_REGIONS,
         "replicated_input": Role.REPLICATED_INPUT,
         "sum_over_sequence": Role.SUM_OVER_TOKENS,

@@ -6,7 +6,7 @@ H_0 [B, S, D] are the encoder's embeddings and H_i the hidden states after its b
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from xscale.nn.depth.depth_pass import DepthPass, DepthState, SentTensor, StackU
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.random import reseed
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -72,7 +72,7 @@ class LayerMix(DepthPass):
     key = "mix"
     reads_hidden_states = ""
     used_by_all_blocks = True
-    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
+    seams = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     weight: Parameter
 
     def __init__(self, states: int, blocks: int, dropout: float) -> None:

@@ -7,27 +7,26 @@ have the same weights. The released models were trained with N = 2.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from torch import nn
 
 from xscale.core.choices import Choice
-from xscale.core.config import Config, Slot
+from xscale.core.config import Config, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import change, instead, kinds, part_paths, take
 from xscale.nn.depth.depth_pass import DepthPass, StackUse
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.position.learned import Learned
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import POSITIONS, PositionSlot
 from xscale.nn.residual.residual_stream import RESIDUALS
 
 
 class MaskDecoderConfig(Config):
-    steps: int = Field(default=2, ge=1)
+    steps: PositiveInt = 2
     """N: how often the last block is applied, with the same weights."""
-    position: Annotated[Position.Config, Slot(POSITIONS)] = Learned.Config()
+    position: PositionSlot = Learned.Config()
     """Absolute positions P, which are added to the first queries; `none`: nothing is."""
 
 

@@ -14,13 +14,13 @@ with stride 1, the pooling over three with stride 2.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
 
 from xscale.core.choices import Choice
-from xscale.core.config import Config, Slot
+from xscale.core.config import Config, NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import KeyNeed, change, instead, take
 from xscale.nn.attention.core import CORES
@@ -29,15 +29,15 @@ from xscale.nn.depth.edges import mixers_of
 from xscale.nn.depth.token_windows import Distilling, TokenWindows
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.mixer import hands_on_scores, without_scores
-from xscale.nn.norm.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, NormSlot
 from xscale.nn.position.position import POSITIONS
 from xscale.nn.residual.residual_stream import RESIDUALS
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class SequencePoolingConfig(Config):
-    before: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+    before: tuple[PositiveInt, ...] = Field(min_length=1)
     """Blocks, numbered from 0, before which the sequence is shortened by half: the first blocks of all stages but the
     first."""
     method: Literal["mean", "max", "distill"] = "mean"
@@ -47,10 +47,10 @@ class SequencePoolingConfig(Config):
     """Whether the first token, such as [CLS], is a window of its own; false with distill."""
     queries_only: bool = True
     """Whether the first block of a stage reads keys and values of the sequence before pooling; false with distill."""
-    decoder_blocks: int = Field(default=0, ge=0)
+    decoder_blocks: NonNegativeInt = 0
     """The last blocks, which read the full sequence: the repeated states plus those of the first stage. 0: the states
     of windows are the output, repeated for the head of an encoder."""
-    norm: Annotated[Norm.Config, Slot(NORMS)] | None = None
+    norm: NormSlot | None = None
     """Norm between convolution and ELU, with distill: `batch` as in the code of Zhou et al.; null: none, as in their
     equation."""
 
@@ -59,7 +59,7 @@ class SequencePooling(DepthPass):
     """The poolings of a stack."""
 
     key = "pooling"
-    seams: ClassVar[Seams] = {"of_full_sequence": Role.CHANGED_SEQUENCE}
+    seams = {"of_full_sequence": Role.CHANGED_SEQUENCE}
     reads_hidden_states = "windows of one are pooled between blocks"
 
     def __init__(

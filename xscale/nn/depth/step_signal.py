@@ -1,7 +1,7 @@
 """Dehghani et al. 2019 (Universal Transformer), section 2.1: sinusoids of the position and of the block's number."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.depth.depth_pass import DepthPass, DepthState, StackUse
 from xscale.nn.dims import Dims
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -20,7 +20,7 @@ class StepSignal(DepthPass):
     key = "step_signal"
     has_static_form = True
     reads_hidden_states = "the signal of a step is added to one"
-    seams: ClassVar[Seams] = {"of_tokens": Role.SHARD_OF_TOKENS}
+    seams = {"of_tokens": Role.SHARD_OF_TOKENS}
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str, use: StackUse) -> list[Problem]:

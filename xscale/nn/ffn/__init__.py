@@ -4,6 +4,7 @@ from xscale.nn.ffn import (
     ffn,
     product_key_memory,
     rwkv7_channel_mixing,
+    separable_conv,
     sparse,
 )
 from xscale.nn.ffn.moe import moe
@@ -13,5 +14,6 @@ __all__ = [
     "moe",
     "product_key_memory",
     "rwkv7_channel_mixing",
+    "separable_conv",
     "sparse",
 ]

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
+from xscale.core.config import NonNegativeFloat, PositiveFloat, PositiveInt, Slot
 from xscale.core.registry import Family
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
@@ -24,9 +24,9 @@ class FfnTraits:
     """A token's output depends on that token alone."""
     sparse: bool
     """A token uses only some of the parameters."""
-    token_shift: bool = False
-    """A token's output depends on it and on the token before it in its document, in generation too, and on a sequence
-    that is sharded over ranks."""
+    reads_neighbours: bool = False
+    """A token's output depends on it and on a fixed number of tokens around it in its document, in generation too, and
+    on a sequence that is sharded over ranks."""
 
 
 class Ffn(Part):
@@ -67,6 +67,8 @@ def activation(name: Activation) -> Callable[[Tensor], Tensor]:
 
 
 FFNS = Family("ffn", FfnTraits, Ffn)
+FfnSlot = Annotated[Ffn.Config, Slot(FFNS)]
+"""A config key that holds any ffn."""
 
 
 @FFNS.register("dense", traits=FfnTraits(per_token=True, sparse=False))
@@ -74,7 +76,7 @@ class Dense(Ffn):
     """Vaswani et al. 2017, section 3.3: two linear maps around a nonlinearity."""
 
     class Config(Ffn.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """F, the width between the two maps; null: four times the model's width."""
         activation: Activation = "gelu"
         """relu (Vaswani et al. 2017), gelu (Hendrycks and Gimpel 2016), swish (Ramachandran et al. 2018) ..."""
@@ -85,10 +87,8 @@ class Dense(Ffn):
         super().__init__()
         hidden = config.hidden or 4 * dims.width
         self.activation = activation(config.activation)
-        self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
-        self.down = Linear(
-            hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
-        )
+        self.up = Linear.from_width(dims, hidden, "ffn", bias=config.bias)
+        self.down = Linear.to_width(dims, hidden, "ffn", bias=config.bias)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         down: Tensor = self.down(self.activation(self.up(x)))
@@ -142,17 +142,17 @@ class Gated(Ffn):
     """Shazeer 2020: GLU and its variants, a linear map gated element-wise by another."""
 
     class Config(Ffn.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """F, the width of gate and value; null: 8/3 of the model's width rounded up to 64."""
         gate: Gate = "swiglu"
         """glu (Dauphin et al. 2017), bilinear, reglu, geglu, geglu_tanh (GELU by its tanh approximation), quick_geglu
         (GELU as x sigmoid(1.702 x)), swiglu."""
         bias: bool = False
         """Whether the maps have biases."""
-        clamp_value: float | None = Field(default=None, gt=0)
+        clamp_value: PositiveFloat | None = None
         """Clamps what enters the gate's activation to at most this, and what is gated to its negative and to itself
         (OpenAI 2025, gpt-oss: 7); null: no clamp."""
-        linear_offset: float = Field(default=0.0, ge=0)
+        linear_offset: NonNegativeFloat = 0.0
         """Added to what is gated, after the clamp (gpt-oss: 1, so that the layer is act(gate) * (up + 1))."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -160,11 +160,9 @@ class Gated(Ffn):
         hidden = gated_hidden(config.hidden, dims.width)
         self.kind = config.gate
         self.limits = GateLimits(config.clamp_value, config.linear_offset)
-        self.gate = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
-        self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
-        self.down = Linear(
-            hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
-        )
+        self.gate = Linear.from_width(dims, hidden, "ffn", bias=config.bias)
+        self.up = Linear.from_width(dims, hidden, "ffn", bias=config.bias)
+        self.down = Linear.to_width(dims, hidden, "ffn", bias=config.bias)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         kernel = self.kernel_choices.get("gated_activation")

@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import FractionBelowOne, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_most, take
 from xscale.nn.dims import Dims
@@ -35,17 +36,17 @@ from xscale.nn.tokens import Tokens
 )
 class ProductKeyMemory(Ffn):
     class Config(Ffn.Config):
-        subkeys: int = Field(default=64, ge=1)
+        subkeys: PositiveInt = 64
         """Sub-keys of each half; the memory has the square of this many values (the paper: 512)."""
-        top_k: int = Field(default=8, ge=1)
+        top_k: PositiveInt = 8
         """Values that each head reads (the paper: 32)."""
-        heads: int = Field(default=4, ge=1)
+        heads: PositiveInt = 4
         """Heads, each with queries and sub-keys of its own; the values are shared."""
         query_width: int = Field(default=64, ge=1, multiple_of=2)
         """Width of a query; each half is compared with sub-keys (the paper: 256)."""
         query_norm: Literal["layer", "none"] = "layer"
         """Norm of the queries; without it few keys are ever used."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the weights of the values read."""
 
     keys: Parameter
@@ -55,9 +56,7 @@ class ProductKeyMemory(Ffn):
         super().__init__()
         self.config = config
         half, subkeys = config.query_width // 2, config.subkeys
-        self.query = Linear(
-            dims.width, config.heads * config.query_width, ("state", "width"), dims.init
-        )
+        self.query = Linear.from_width(dims, config.heads * config.query_width, "state")
         key_init = Init(std=half**-0.5)
         self.declare(
             "keys", (2, config.heads, subkeys, half), ("state", "state", "state", "state"), key_init

@@ -5,9 +5,9 @@
 The token before the first one of a document is a vector of zeros.
 """
 
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits
 from xscale.nn.init import ZEROS, Init
@@ -17,11 +17,11 @@ from xscale.nn.tokens import Tokens
 
 
 @FFNS.register(
-    "rwkv7_channel_mixing", traits=FfnTraits(per_token=False, sparse=False, token_shift=True)
+    "rwkv7_channel_mixing", traits=FfnTraits(per_token=False, sparse=False, reads_neighbours=True)
 )
 class Rwkv7ChannelMixing(Ffn):
     class Config(Ffn.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """F, the width between the two maps; null: four times the model's width."""
 
     @classmethod

@@ -9,20 +9,19 @@ The products are dense there. In generation, where a forward has few tokens, onl
 that the controller picks are read: 1 / N of them for each token.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import Fraction, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import divisors, must_divide, take
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import FFNS, Ffn, FfnTraits
 from xscale.nn.linear import Linear
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 DRAWN_OF = 1 << 53
@@ -37,18 +36,18 @@ DRAWN_OF = 1 << 53
     ),
 )
 class SparseFfn(Ffn):
-    seams: ClassVar[Seams] = {"first_hidden": Role.FIRST_HIDDEN}
+    seams = {"first_hidden": Role.FIRST_HIDDEN}
 
     class Config(Ffn.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """F, hidden units; null: four times the model's width."""
         block_size: int = Field(default=16, ge=2)
         """N, hidden units in a block, one of which a token uses (the paper: 64)."""
-        controller_width: int | None = Field(default=None, ge=1)
+        controller_width: PositiveInt | None = None
         """Width between the controller's two maps C_1 and C_2; null: width / block_size, as the paper."""
-        temperature: float = Field(default=1.0, gt=0)
+        temperature: PositiveFloat = 1.0
         """tau of the Gumbel-softmax in training."""
-        hard_fraction: float = Field(default=0.3, ge=0, le=1)
+        hard_fraction: Fraction = 0.3
         """Share of the micro-batches in training whose masks are one-hot, with straight-through gradients."""
         bias: bool = True
         """Whether W_1 and W_2 have the biases b_1 and b_2, as in the paper."""
@@ -63,11 +62,9 @@ class SparseFfn(Ffn):
         self.blocks = hidden // config.block_size
         """F / N, of all ranks."""
         controller = config.controller_width or max(1, dims.width // config.block_size)
-        self.up = Linear(dims.width, hidden, ("ffn", "width"), dims.init, bias=config.bias)
-        self.down = Linear(
-            hidden, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
-        )
-        self.reduce = Linear(dims.width, controller, ("state", "width"), dims.init)
+        self.up = Linear.from_width(dims, hidden, "ffn", bias=config.bias)
+        self.down = Linear.to_width(dims, hidden, "ffn", bias=config.bias)
+        self.reduce = Linear.from_width(dims, controller, "state")
         self.control = Linear(controller, hidden, ("ffn", "state"), dims.init)
         # Generation reads single rows of it.
         self.up.read_by_rows = True

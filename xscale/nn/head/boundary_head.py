@@ -6,20 +6,17 @@ x are hidden states [B, T, D], s and e the first and the last token of the span 
 logits of y_i are those of the table of embeddings.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import Config
+from xscale.core.config import Config, PositiveInt
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.signals import BATCH, TARGETS, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -31,16 +28,16 @@ own place. None: there are no spans."""
 
 
 class BoundaryHeadConfig(Config):
-    max_span: int = Field(default=10, ge=1)
+    max_span: PositiveInt = 10
     """Longest span, in tokens: rows of the table of positions within one."""
-    position_width: int = Field(default=200, ge=1)
+    position_width: PositiveInt = 200
     """Width of the embedding of a position within a span."""
 
 
 class BoundaryHead(Module):
     """[B, T, D] and tokens with `BOUNDARIES` -> [B, T, D]."""
 
-    seams: ClassVar[Seams] = {"full_sequence": Role.FULL_SEQUENCE}
+    seams = {"full_sequence": Role.FULL_SEQUENCE}
     positions: Parameter
 
     def __init__(self, config: BoundaryHeadConfig, norm: Norm.Config, dims: Dims) -> None:

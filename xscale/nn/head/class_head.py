@@ -1,7 +1,5 @@
 """A head that classifies, scores or tags in place of the language-model head (Devlin et al. 2019, section 4)."""
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +9,7 @@ from xscale.nn.head.head import IGNORE_INDEX, Head
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.signals import Signal
 from xscale.nn.tokens import Tokens
 
@@ -48,7 +46,7 @@ class ClassHead(Head):
     It is replicated over tp: its classes are few, and often fewer than the ranks.
     """
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "transform": None,
         "boundary": None,
         "sentence": None,

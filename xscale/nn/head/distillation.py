@@ -16,14 +16,14 @@ The model's own loss is what a step reports; the other losses are in its statist
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from xscale.core.config import Config
+from xscale.core.config import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from xscale.core.paths import PathText
 from xscale.nn.attention.ops.dense import grouped_matmul, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -31,7 +31,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module, name_modules
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -41,27 +41,27 @@ class DistillConfig(Config):
     train_teacher: dict[str, Any] | None = None
     """Sections of the config in which the teacher's run differs from this one, such as {model: {stack: {depth: 4}}}:
     the teacher is trained first, until its run is done. null: the teacher is there."""
-    temperature: float = Field(default=2.0, gt=0)
+    temperature: PositiveFloat = 2.0
     """Divisor of the logits of both models in the soft loss."""
-    soft_weight: float = Field(default=0.5, ge=0)
+    soft_weight: NonNegativeFloat = 0.5
     """Weight of the soft loss."""
     soft_over: Literal["targets", "all"] = "targets"
     """Tokens of the soft loss. targets: those that have a target; all: every token, as in the authors' code of
     DistilBERT."""
-    hard_weight: float = Field(default=0.5, ge=0)
+    hard_weight: NonNegativeFloat = 0.5
     """Weight of the objective's own loss, with those of heads beside the model's, such as a sentence head."""
-    cosine_weight: float = Field(default=0.0, ge=0)
+    cosine_weight: NonNegativeFloat = 0.0
     """Weight of the cosine loss between the outputs of the stacks."""
-    embedding_weight: float = Field(default=0.0, ge=0)
+    embedding_weight: NonNegativeFloat = 0.0
     """Weight of the loss between the inputs of the first blocks."""
-    hidden_weight: float = Field(default=0.0, ge=0)
+    hidden_weight: NonNegativeFloat = 0.0
     """Weight of the loss between the outputs of blocks."""
-    attention_weight: float = Field(default=0.0, ge=0)
+    attention_weight: NonNegativeFloat = 0.0
     """Weight of the loss between the attention scores of blocks."""
-    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    layers: tuple[NonNegativeInt, ...] | None = None
     """For each block of the student the teacher's block, from 0, that it learns from or is initialised from; null: the
     last ones of N / M blocks each, for N blocks of the teacher and M of the student (Jiao et al. 2020)."""
-    map_width: int | None = Field(default=None, ge=1)
+    map_width: PositiveInt | None = None
     """Width of the teacher, to which learned maps W_e and W_h take the student's states; null: there are no maps, and
     the widths are equal."""
     inner_until: float | None = Field(default=None, gt=0, lt=1)
@@ -69,7 +69,7 @@ class DistillConfig(Config):
     (Jiao et al. 2020, section 4.2). null: all are trained together."""
     init_from_teacher: bool = False
     """Whether the student starts with the teacher's embeddings, head and blocks `layers` (Sanh et al. 2019)."""
-    tp: int | None = Field(default=None, ge=1)
+    tp: PositiveInt | None = None
     """Tensor parallelism of the teacher, a divisor of the ranks of a pipeline stage; null: that of the run. Where it is
     more than the run's, the ranks of a group run the teacher on the micro-batch of each of them in turn."""
     zero: Literal[0, 3] = 0
@@ -100,7 +100,7 @@ class WidthMaps(Module):
     """The learned maps from the student's width to that of the teacher, which are used in training alone."""
 
     beside_stages = True
-    seams: ClassVar[Seams] = {"embedding": Role.ON_FIRST_STAGE}
+    seams = {"embedding": Role.ON_FIRST_STAGE}
 
     def __init__(
         self, width: int, teacher_width: int, std: float, *, embedding: bool, hidden: bool

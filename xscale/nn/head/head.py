@@ -1,7 +1,5 @@
 """The language-model head: logits over the vocabulary, or the loss without keeping all logits; BERT's transform."""
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ from xscale.nn.init import ZEROS
 from xscale.nn.linear import Embedding, Linear
 from xscale.nn.module import Module, parameter_axes
 from xscale.nn.norm.norm import NORMS, Norm
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.signals import Signal
 from xscale.nn.tokens import Tokens
 from xscale_kernels.linear_cross_entropy.op import linear_cross_entropy
@@ -30,9 +28,7 @@ class HeadTransform(Module):
     ) -> None:
         super().__init__()
         self.activation = activation(name)
-        self.dense = Linear(
-            dims.width, width or dims.width, ("state", "width"), dims.init, bias=True
-        )
+        self.dense = Linear.from_width(dims, width or dims.width, "state", bias=True)
         self.norm: Norm = NORMS.build(norm, width or dims.width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +47,7 @@ ONLY_LAST_LOGITS = Signal[bool]("head.only_last_logits")
 class Head(Module):
     """Hidden states to logits; with `tied` the embedding's table is the weight (Press and Wolf 2017)."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "transform": Role.IN_REGION,
         "boundary": Role.IN_REGION,
         "sentence": Role.IN_REGION,

@@ -5,19 +5,16 @@
 h are the outputs [B, S, D] of the encoder, whose mean is over the tokens of the source.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Config
+from xscale.core.config import Config, PositiveFloat
 from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -26,7 +23,7 @@ LENGTHS = Signal[Tensor]("length_head.lengths", TokenAxes((BATCH,)))
 
 
 class LengthHeadConfig(Config):
-    weight: float = Field(default=0.1, gt=0)
+    weight: PositiveFloat = 0.1
     """Weight of its loss, the mean over the sequences, beside that of the tokens."""
 
 
@@ -34,12 +31,12 @@ class LengthHead(Module):
     """[B, S, D] -> logits [B, L] of the lengths 1 to L, the longest that the model takes."""
 
     beside_stages = True
-    seams: ClassVar[Seams] = {"sum_over_sequence": Role.SUM_OVER_TOKENS}
+    seams = {"sum_over_sequence": Role.SUM_OVER_TOKENS}
 
     def __init__(self, config: LengthHeadConfig, dims: Dims) -> None:
         super().__init__()
         self.loss_weight = config.weight
-        self.classifier = Linear(dims.width, dims.length, ("state", "width"), dims.init, bias=True)
+        self.classifier = Linear.from_width(dims, dims.length, "state", bias=True)
         # A classifier is no map between hidden states, which optimizers of matrices update.
         self.classifier.linear_maps.clear()
 

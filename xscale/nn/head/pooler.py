@@ -5,8 +5,6 @@
 h_1 [B, D] is the state of [CLS].
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -17,7 +15,7 @@ from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.module import Module
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -35,7 +33,7 @@ class Pooler(Module):
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
-        self.dense = Linear(dims.width, dims.width, ("state", "width"), dims.init, bias=True)
+        self.dense = Linear.from_width(dims, dims.width, "state", bias=True)
 
     def forward(self, first: Tensor) -> Tensor:
         return torch.tanh(self.dense(first))
@@ -45,7 +43,7 @@ class SentenceHead(Module):
     """A pooler and a classifier, whose loss is attached to the hidden states as an auxiliary one: the mean over the
     sequences of a micro-batch, beside the loss of the tokens."""
 
-    seams: ClassVar[Seams] = {"first_state": Role.FIRST_TOKEN, "loss_fraction": Role.LOSS_FRACTION}
+    seams = {"first_state": Role.FIRST_TOKEN, "loss_fraction": Role.LOSS_FRACTION}
 
     def __init__(self, config: SentenceHeadConfig, dims: Dims, globals: int = 0) -> None:
         """`globals`: M, the global tokens, which come before the text."""
@@ -53,9 +51,7 @@ class SentenceHead(Module):
         self.classes = config.classes
         self.globals = globals
         self.pooler = Pooler(dims)
-        self.classifier = Linear(
-            dims.width, config.classes, ("state", "width"), dims.init, bias=True
-        )
+        self.classifier = Linear.from_width(dims, config.classes, "state", bias=True)
         self.loss_fraction = 1.0
         """Fraction of the loss of which this rank computes the gradient. A seam: the fractions of the ranks that have
         the same sequences add up to 1."""

@@ -8,15 +8,13 @@ masked sentences of a micro-batch, of all data-parallel ranks: those of other te
 negatives.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.nn.auxiliary import attach
 from xscale.nn.module import Module
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.signals import BATCH, Signal, TokenAxes
 from xscale.nn.tokens import Tokens
 
@@ -37,7 +35,7 @@ def contrasts_sentences(tokens: Tokens) -> bool:
 class SentenceContrast(Module):
     """The loss of masked sentences, attached to the hidden states as an auxiliary one."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "gather": Role.NEGATIVES,
         "replicated_input": Role.REPLICATED_INPUT,
         "full_sequence": Role.FULL_SEQUENCE,

@@ -1,16 +1,15 @@
 """Vaswani et al. 2017: multi-head attention around any core, with grouped queries (Ainslie et al. 2023)."""
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import pydantic
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt
 from xscale.core.errors import ConfigError
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CORES, Core, CoreSlot
 from xscale.nn.attention.ops.mask import OBSERVED, AttentionMask, ScoreEdge
 from xscale.nn.attention.ops.without_padding import attend_text
 from xscale.nn.attention.softmax import Softmax
@@ -19,10 +18,10 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention_checks import AttentionChecks
 from xscale.nn.mixer.kv_cache import last_keys, with_cached
 from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
-from xscale.nn.norm.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm, NormSlot
 from xscale.nn.position.pairs import Pairs, PositionPairs
-from xscale.nn.position.position import POSITIONS, Position
-from xscale.nn.roles import Role, Seams
+from xscale.nn.position.position import POSITIONS, Position, PositionSlot
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -40,13 +39,13 @@ from xscale.nn.tokens import Tokens
 )
 class Attention(AttentionChecks):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, query heads."""
-        kv_heads: int | None = Field(default=None, ge=1)
+        kv_heads: PositiveInt | None = None
         """G, key and value heads: 1 is multi-query attention, null multi-head (as many as query heads)."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head; null: width / heads."""
-        core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
+        core: CoreSlot = Softmax.Config()
         """The attention core, q, k, v -> o."""
         shared_qk: bool | None = None
         """Whether queries and keys have one projection (Kitaev et al. 2020, for hashing); null: as the core's paper
@@ -55,15 +54,15 @@ class Attention(AttentionChecks):
         """Whether the projections have biases."""
         output_bias: bool | None = None
         """Whether the output projection has a bias; null: as the others."""
-        qk_norm: Annotated[Norm.Config, Slot(NORMS)] | None = None
+        qk_norm: NormSlot | None = None
         """Norm of each query and key before their product (Henry et al. 2020); null: none."""
         qk_norm_over: Literal["head", "heads"] = "head"
         """Channels over which qk_norm normalises: those of one head, or of all heads of a token together (OLMo 2)."""
-        scale: float | None = Field(default=None, gt=0)
+        scale: PositiveFloat | None = None
         """Factor of the scores q k^T; null: 1 / sqrt(head_width)."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+        position: PositionSlot | None = None
         """Position encoding of this mixer, which acts on its queries and keys or scores; null: the model's."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
         @pydantic.model_validator(mode="after")
@@ -77,13 +76,13 @@ class Attention(AttentionChecks):
                 object.__setattr__(self, "shared_qk", False)
             return self
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "attend": Role.ATTENTION,
         "attend_input": Role.OBSERVED_INPUT,
         "make_mask": Role.ATTENTION_MASK,
         "norm_all_heads": Role.NORM_OVER_HEADS,
     }
-    shards_sequence: ClassVar[bool] = True
+    shards_sequence = True
     """Whether context parallelism may shard the sequence if the core can; false where `attend_input` reads all of x."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -97,14 +96,14 @@ class Attention(AttentionChecks):
         self.core_separates_documents: bool = (
             CORES.of(config.core).part.traits_of(config.core).documents
         )
-        self.q = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias)
+        self.q = Linear.from_width(dims, inner, "heads", bias=config.bias)
         self.k: Linear | None = None
         self.shared_qk = self._shares_qk(config, dims)
         if not self.shared_qk:
-            self.k = Linear(dims.width, outer, ("kv_heads", "width"), dims.init, bias=config.bias)
-        self.v = Linear(dims.width, outer, ("kv_heads", "width"), dims.init, bias=config.bias)
+            self.k = Linear.from_width(dims, outer, "kv_heads", bias=config.bias)
+        self.v = Linear.from_width(dims, outer, "kv_heads", bias=config.bias)
         output_bias = config.bias if config.output_bias is None else config.output_bias
-        self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=output_bias)
+        self.o = Linear.to_width(dims, inner, "heads", bias=output_bias)
         norm, over_all = config.qk_norm, config.qk_norm_over == "heads"
         self.qk_norm_over = "head" if norm is None else config.qk_norm_over
         self.q_norm: Norm | None = (
@@ -258,7 +257,9 @@ class Attention(AttentionChecks):
                 queries=q.shape[2],
                 keys=k.shape[2],
                 causal=self.causal,
-                offset=0 if self.cross or key_tokens is not tokens else k.shape[2] - q.shape[2],
+                offset=k.shape[2] - q.shape[2]
+                if key_tokens is tokens and not self.cross
+                else key_tokens.memory_tokens,
                 query_documents=tokens.documents if documents else None,
                 key_documents=key_tokens.documents if documents else None,
                 spans=tokens.found_document_spans() if documents and key_tokens is tokens else None,
@@ -287,7 +288,7 @@ class Attention(AttentionChecks):
         plain: AttentionMask = tokens.shared_values.get_or_compute(key, compute)
         position = self.position
         if position is not None and position.adds_scores:
-            pairs = self.pairs(q.shape[2], k.shape[2])
+            pairs = replace(self.pairs(q.shape[2], k.shape[2]), offset=plain.offset)
             if tokens.pooled_from is not None:
                 pairs = PositionPairs.of(
                     pairs, tokens.positions, key_tokens.positions, tokens.pooled_from

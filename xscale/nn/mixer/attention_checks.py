@@ -15,13 +15,14 @@ from xscale.nn.position.position import POSITIONS
 class AttentionChecks(AttentionHeads):
     """An attention mixer whose config, core and position encoding are checked against the model."""
 
-    holds_core: ClassVar[bool] = True
+    holds_core = True
+    heads_make_width = True
     cores: ClassVar[tuple[str, ...] | None] = None
     """Kinds of the cores that the mixer can hold; None: any."""
 
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        problems = super().check(config, dims, path) + cls.check_heads(config, dims, path)
+        problems = super().check(config, dims, path)
         groups = getattr(config, "kv_heads", None) or config.heads
         problems += must_divide(path, "kv_heads", groups, "heads", config.heads)
         if cls._shares_qk(config, dims) and (dims.cross or groups != config.heads):

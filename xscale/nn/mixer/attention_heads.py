@@ -10,13 +10,13 @@ from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.module import Module
 from xscale.nn.position.position import Position
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 
 
 class AttentionHeads(Mixer):
     """A mixer of H query heads and G key heads of width K around a core. The heads are sharded with its projections."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "first_head": Role.FIRST_HEAD,
         "key_projection": Role.KV_PROJECTION,
         "v": Role.KV_PROJECTION,

@@ -7,34 +7,32 @@ The block adds y_j and norms, h_j = LN(y_j + h~_j), with residual post as in the
 place of self-attention. Generation keeps one vector of a sequence, the sum of all y so far.
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
-from xscale.nn.roles import Role, Seams
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "average_attention",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    traits=CAUSAL,
 )
 class AverageAttention(Mixer):
     class Config(Mixer.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """F, hidden width of the mixer's own feed-forward network; null: four times the model's width, as the paper."""
         bias: bool = True
         """Whether the feed-forward network and the gates have biases, as in the paper."""
 
-    uses_position: ClassVar[bool] = False
-    seams: ClassVar[Seams] = {
+    uses_position = False
+    seams = {
         "first_hidden": Role.FIRST_HIDDEN,
         "sum_over_heads": Role.SUM_OVER_HEADS,
     }

@@ -11,16 +11,16 @@ rows, so a token reaches all tokens before it in one layer, by attention over sq
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.errors import Problem
+from xscale.core.config import PositiveInt
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer, RefusedPositions
 from xscale.nn.mixer.without_padding import require_one_document
 from xscale.nn.module import Module
 from xscale.nn.position.position import POSITIONS, Position
@@ -29,9 +29,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "axial",
-    traits=MixerTraits(
-        causal=True, bidirectional=False, cross=False, documents=False, decode=False
-    ),
+    traits=replace(CAUSAL, documents=False, decode=False),
     deviations=(
         "Each mixer has the whole construction; the paper stacks layers of rows and of columns before one shift, and "
         "layers of masked rows after it, each with its own feed-forward.",
@@ -41,11 +39,12 @@ from xscale.nn.tokens import Tokens
 )
 class AxialMixer(Mixer):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of each of the three attentions."""
-        width: int = Field(default=64, ge=1)
+        width: PositiveInt = 64
         """Tokens in a row of the grid."""
 
+    heads_make_width = True
     refused_positions = RefusedPositions(
         ("bias", "scores"), "biases scores by distance in the sequence, and rows have another"
     )
@@ -63,11 +62,6 @@ class AxialMixer(Mixer):
     @classmethod
     def example(cls) -> Any:
         return cls.Config(heads=4, width=16)
-
-    @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        problems = super().check(config, dims, path)
-        return problems + cls.check_heads(config, dims, path)
 
     def forward(
         self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None
@@ -109,10 +103,8 @@ class _AxisAttention(Module):
     def __init__(self, heads: int, dims: Dims) -> None:
         super().__init__()
         self.heads = heads
-        self.q, self.k, self.v = (
-            Linear(dims.width, dims.width, ("state", "width"), dims.init) for _ in range(3)
-        )
-        self.o = Linear(dims.width, dims.width, ("width", "state"), dims.residual_init)
+        self.q, self.k, self.v = (Linear.from_width(dims, dims.width, "state") for _ in range(3))
+        self.o = Linear.to_width(dims, dims.width, "state")
 
     def forward(
         self,

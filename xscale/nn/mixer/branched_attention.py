@@ -6,17 +6,19 @@ FFN_i(x) = max(0, x W_1,i + b_1,i) W_2,i + b_2,i. The block has no further feed-
 optimizer step kappa and alpha are projected onto the simplex.
 """
 
-from pydantic import Field
+from dataclasses import replace
+
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.dims import Dims
 from xscale.nn.ffn.ffn import Activation, activation
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.module import Module
 from xscale.nn.simplex import Simplex
 
@@ -80,7 +82,7 @@ class BranchFfns(Module):
 
 @MIXERS.register(
     "branched_attention",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, cross=True),
     deviations=(
         "kappa and alpha have the schedule of the other parameters up to a factor (`optimizer.groups`), which can also "
         "freeze them in the last steps, as the paper does; the paper's have a warm-up of their own.",
@@ -88,7 +90,7 @@ class BranchFfns(Module):
 )
 class BranchedAttention(Attention):
     class Config(Attention.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """F, hidden units of each branch; null: 4 width / heads, so that all have together as many as a usual ffn."""
         activation: Activation = "relu"
         """The nonlinearity of the branches' feed-forward layers."""

@@ -1,34 +1,29 @@
 """Wang et al. 2021 (Cluster-Former): attention in chunks of tokens, sorted by the clusters of their hidden states."""
 
-from typing import Annotated, ClassVar
-
 from torch import Tensor
 
-from xscale.core.config import Slot
 from xscale.nn.attention.cluster_former import ClusterFormer
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CoreSlot
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "cluster_former",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
 )
 class ClusterFormerAttention(Attention):
     class Config(Attention.Config):
-        core: Annotated[Core.Config, Slot(CORES)] = ClusterFormer.Config()
+        core: CoreSlot = ClusterFormer.Config()
         """The core `cluster_former`, which has the clusters and the chunks."""
 
-    cores: ClassVar[tuple[str, ...] | None] = ("cluster_former",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("cluster_former",)
+    shards_sequence = False
     core: ClusterFormer
 
     def __init__(self, config: Config, dims: Dims) -> None:

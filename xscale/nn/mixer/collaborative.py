@@ -6,15 +6,15 @@ A head is the vector m_h, which weighs the shared channels; there may be fewer o
 Generation caches the keys of all heads once.
 """
 
-from typing import Annotated, Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import Slot
-from xscale.nn.attention.core import CORES, Core
+from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt
+from xscale.nn.attention.core import CORES, CoreSlot
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
@@ -22,35 +22,33 @@ from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.kv_cache import with_cached
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer
+from xscale.nn.position.position import POSITIONS, PositionSlot
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "collaborative",
-    traits=MixerTraits(
-        causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True
-    ),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, prefix=True, cross=True),
     deviations=(
         "Models of multi-head attention cannot be converted by the paper's tensor decomposition.",
     ),
 )
 class Collaborative(Attention):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads."""
-        shared_width: int | None = Field(default=None, ge=1)
+        shared_width: PositiveInt | None = None
         """Channels of queries and keys that all heads share; null: the width."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, channels of a head's values; null: width / heads."""
-        core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
+        core: CoreSlot = Softmax.Config()
         """The attention core, q, k, v -> o."""
-        scale: float | None = Field(default=None, gt=0)
+        scale: PositiveFloat | None = None
         """Factor of the scores q k^T; null: 1 / sqrt(head_width)."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+        position: PositionSlot | None = None
         """Position encoding of this mixer; null: the model's."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
         @property
@@ -59,7 +57,7 @@ class Collaborative(Attention):
             return False
 
     # Values are padded to the width of the keys, which only weighted sums leave as they are.
-    cores: ClassVar[tuple[str, ...] | None] = ("softmax", "block_sparse", "entmax")
+    cores = ("softmax", "block_sparse", "entmax")
     mixing: Parameter
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -76,11 +74,11 @@ class Collaborative(Attention):
         self.shared_qk, self.qk_norm_over, self.q_norm, self.k_norm = False, "head", None, None
         scale = self.head_width**-0.5 if config.scale is None else config.scale
         self.query_factor = scale * self.core_width**0.5
-        self.shared_q = Linear(dims.width, shared_width, ("state", "width"), dims.init)
-        self.shared_k = Linear(dims.width, shared_width, ("state", "width"), dims.init)
+        self.shared_q = Linear.from_width(dims, shared_width, "state")
+        self.shared_k = Linear.from_width(dims, shared_width, "state")
         self.declare("mixing", (heads, shared_width), ("heads", "state"), Init(std=1.0))
-        self.v = Linear(dims.width, heads * self.head_width, ("heads", "width"), dims.init)
-        self.o = Linear(heads * self.head_width, dims.width, ("width", "heads"), dims.residual_init)
+        self.v = Linear.from_width(dims, heads * self.head_width, "heads")
+        self.o = Linear.to_width(dims, heads * self.head_width, "heads")
         self.core = CORES.build(config.core, dims, heads, self.core_width)
         self.position, self.uses_relative_bias = None, False
         if not dims.cross:

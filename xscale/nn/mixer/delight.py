@@ -14,17 +14,17 @@ Blocks near the output are deeper and wider (section 3.2), for block b of B:
 import math
 from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CoreSlot
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
@@ -32,9 +32,9 @@ from xscale.nn.ffn.ffn import Activation, activation
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer
 from xscale.nn.module import Module
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import PositionSlot
 from xscale.nn.tokens import Tokens
 
 
@@ -118,7 +118,7 @@ class Transformation(Module):
 
 @MIXERS.register(
     "delight",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "A group linear transform has an activation and no norm; the authors' code has a norm in each, and a "
         "dense layer before the first and after the last.",
@@ -133,17 +133,17 @@ class Delight(Attention):
         """N_max, layers of the transformation in the last block."""
         width_factor: float = Field(default=2.0, ge=1)
         """w, widest layer of the first block's transformation, in widths."""
-        max_groups: int | None = Field(default=None, ge=1)
+        max_groups: PositiveInt | None = None
         """g_max, most groups of a layer, a power of two; null: width / 32, rounded down to one."""
         activation: Activation = "gelu"
         """The function after each group linear transform."""
-        core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
+        core: CoreSlot = Softmax.Config()
         """The attention core, q, k, v -> o."""
         bias: bool = True
         """Whether the projections of attention have biases."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+        position: PositionSlot | None = None
         """Position encoding of this mixer, which acts on its queries and keys or scores; null: the model's."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
         @property
@@ -163,7 +163,7 @@ class Delight(Attention):
             )
 
     # One head: cores that share heads out among others have nothing to share.
-    cores: ClassVar[tuple[str, ...] | None] = (
+    cores = (
         "softmax",
         "block_sparse",
         "entmax",
@@ -176,9 +176,7 @@ class Delight(Attention):
         layers, factor = layers_and_width(config, dims.layer, dims.depth)
         sizes = group_sizes(layers, factor, dims.width, largest_groups(config, dims.width))
         self.transformation = Transformation(sizes, dims.width, config.activation)
-        self.o = Linear(
-            self.head_width, dims.width, ("width", "heads"), dims.residual_init, bias=config.bias
-        )
+        self.o = Linear.to_width(dims, self.head_width, "heads", bias=config.bias)
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:

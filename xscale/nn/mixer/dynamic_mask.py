@@ -8,7 +8,6 @@ this one. The mask is a factor of the softmax's terms, so its logarithm is a bia
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +18,13 @@ from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "dynamic_mask",
-    traits=MixerTraits(
-        causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True
-    ),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, prefix=True),
     deviations=(
         "Distances beyond the data's sequence length have the mask of the longest.",
         "There is no ReLU before the output projection, which the authors' code has and the paper does not.",
@@ -38,10 +35,10 @@ class DynamicMask(Attention):
     distance_table: Parameter
     head_bias: Parameter
 
-    cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("softmax",)
+    shards_sequence = False
 
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
 
     def __init__(self, config: Attention.Config, dims: Dims) -> None:
         super().__init__(config, dims)

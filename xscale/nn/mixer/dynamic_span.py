@@ -6,7 +6,6 @@ The soft mask of the distance and the loss on the spans are those of the core `a
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +18,13 @@ from xscale.nn.auxiliary import attach, mean_over_text
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "dynamic_span",
-    traits=MixerTraits(
-        causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True
-    ),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, prefix=True),
     deviations=(
         "All scores are computed, also those that the mask hides.",
         "A bidirectional model has spans to both sides; the paper's models are causal.",
@@ -42,13 +39,13 @@ class DynamicSpan(Attention):
     class Config(SpanConfig, Attention.Config):
         pass
 
-    cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("softmax",)
+    shards_sequence = False
     averages_tokens = True
     averages_text = True
     averages_packed_text = True
 
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

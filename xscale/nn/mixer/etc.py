@@ -5,31 +5,28 @@ the four pieces may have its own keys and values.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import NonNegativeInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CoreSlot
 from xscale.nn.attention.etc import Etc
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import ACTS_INSIDE, BIDIRECTIONAL, MIXERS, RefusedPositions
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "etc",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
     deviations=(
         "Each global token of the model is learned; in the paper those of all sentences have one embedding.",
         "Global and long tokens share the ffn, as in the authors' defaults.",
@@ -37,9 +34,7 @@ from xscale.nn.tokens import Tokens
 )
 class EtcAttention(Attention):
     class Config(Attention.Config):
-        core: Annotated[Core.Config, Slot(CORES)] = Etc.Config(
-            labels="structure", segment_length=32
-        )
+        core: CoreSlot = Etc.Config(labels="structure", segment_length=32)
         """The core `etc`, which has the radius, the labels and the masks."""
         projections: Literal["shared", "sides", "pieces"] = "shared"
         """shared: one projection of queries, keys and values, the authors' default; sides: global queries have one of
@@ -47,12 +42,12 @@ class EtcAttention(Attention):
         of l2l, l2g, g2g and g2l."""
         separate_output: bool = True
         """Whether global tokens have an output projection of their own, the authors' default."""
-        sentence_end: int | None = Field(default=None, ge=0)
+        sentence_end: NonNegativeInt | None = None
         """Token id that ends a sentence: a long token is linked to the global token with its sentence's number; null:
         by the core's segment_length."""
 
-    cores: ClassVar[tuple[str, ...] | None] = ("etc",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("etc",)
+    shards_sequence = False
     core: Etc
 
     refused_positions = RefusedPositions(
@@ -68,7 +63,7 @@ class EtcAttention(Attention):
         inner = config.heads * self.head_width
 
         def projection() -> Linear:
-            return Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias)
+            return Linear.from_width(dims, inner, "heads", bias=config.bias)
 
         if config.projections != "shared":
             self.global_q = projection()
@@ -79,9 +74,7 @@ class EtcAttention(Attention):
         self.global_o: Linear | None = None
         if config.separate_output:
             bias = self.o.bias is not None
-            self.global_o = Linear(
-                inner, dims.width, ("width", "heads"), dims.residual_init, bias=bias
-            )
+            self.global_o = Linear.to_width(dims, inner, "heads", bias=bias)
 
     @classmethod
     def example(cls) -> Any:

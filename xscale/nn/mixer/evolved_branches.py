@@ -8,24 +8,23 @@ The encoder's branches have 4D and D/2 channels and its separable convolution D/
 linear map. The windows of a causal model end at the token, others are centred.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, take
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.local_mixer import LocalMixer
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer
 from xscale.nn.module import Module
-from xscale.nn.norm.norm import NORMS, Layer, Norm
+from xscale.nn.norm.norm import NORMS, Layer, Norm, NormSlot
 from xscale.nn.tokens import Tokens
 
 
@@ -181,7 +180,7 @@ def widened(x: Tensor, width: int) -> Tensor:
 
 @MIXERS.register(
     "evolved_branches",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "Kernels of single channels start with variance 1/k; the paper does not say how they start.",
     ),
@@ -190,15 +189,15 @@ class EvolvedBranches(Mixer):
     class Config(Mixer.Config):
         form: Literal["encoder", "decoder"] = "decoder"
         """Whose branches: those of the paper's encoder or decoder; either can be causal."""
-        norm: Annotated[Norm.Config, Slot(NORMS)] = Layer.Config()
+        norm: NormSlot = Layer.Config()
         """The norm of the branches' sum."""
         bias: bool = True
         """Whether the linear maps and the convolution over all channels have biases."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of each branch's output."""
 
-    uses_position: ClassVar[bool] = False
-    shards_sequence: ClassVar[bool] = True
+    uses_position = False
+    shards_sequence = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()

@@ -8,54 +8,51 @@ The decay clears the state of a head; the delta rule replaces what is stored at 
 value heads. The state of a value head is K x V. Training computes it by chunks (the operator `delta_rule`).
 """
 
-from typing import Annotated
-
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import must_divide, take
 from xscale.nn.attention.ops.delta_rule import CHUNK, DeltaRule
 from xscale.nn.attention.ops.dense import repeat_kv, upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer, StepDecay, check_steps
 from xscale.nn.mixer.short_convolution import ShortConvolution
-from xscale.nn.norm.norm import NORMS, Norm, Rms
+from xscale.nn.norm.norm import NORMS, Norm, NormSlot, Rms
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "gated_delta_net",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    traits=CAUSAL,
     deviations=(
         "The projections start as those of the model's other layers do, normal with the model's deviation.",
     ),
 )
 class GatedDeltaNet(RecurrentMixer):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of the values, each with a state, a decay and a strength."""
-        key_heads: int | None = Field(default=None, ge=1)
+        key_heads: PositiveInt | None = None
         """Heads of queries and keys, each for heads / key_heads heads of values; null: as many as heads."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head's queries and keys; null: 3 / 4 * width / heads, rounded down."""
-        value_width: int | None = Field(default=None, ge=1)
+        value_width: PositiveInt | None = None
         """V, width of a head's values; null: twice that of its keys."""
-        convolution: int = Field(default=4, ge=1)
+        convolution: PositiveInt = 4
         """Tokens that the short causal convolution of queries, keys and values reads."""
-        min_step: float = Field(default=0.001, gt=0)
+        min_step: PositiveFloat = 0.001
         """Smallest initial step of the decay; the logarithms are uniform."""
-        max_step: float = Field(default=0.1, gt=0)
+        max_step: PositiveFloat = 0.1
         """Largest initial step of the decay."""
-        min_rate: float = Field(default=0.01, gt=0)
+        min_rate: PositiveFloat = 0.01
         """Smallest initial rate of decay r; they are uniform."""
-        max_rate: float = Field(default=16.0, gt=0)
+        max_rate: PositiveFloat = 16.0
         """Largest initial rate of decay."""
-        norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config(eps=1e-5)
+        norm: NormSlot = Rms.Config(eps=1e-5)
         """Norm of each head's output, before the gate."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -64,12 +61,12 @@ class GatedDeltaNet(RecurrentMixer):
         self.head_width = config.head_width or max(1, 3 * dims.width // (4 * config.heads))
         self.value_width = config.value_width or 2 * self.head_width
         keys, values = self.key_heads * self.head_width, self.heads * self.value_width
-        self.q = Linear(dims.width, keys, ("heads", "width"), dims.init)
-        self.k = Linear(dims.width, keys, ("heads", "width"), dims.init)
-        self.v = Linear(dims.width, values, ("heads", "width"), dims.init)
-        self.gate = Linear(dims.width, values, ("heads", "width"), dims.init)
-        self.step = Linear(dims.width, self.heads, ("heads", "width"), dims.init)
-        self.strength = Linear(dims.width, self.heads, ("heads", "width"), dims.init)
+        self.q = Linear.from_width(dims, keys, "heads")
+        self.k = Linear.from_width(dims, keys, "heads")
+        self.v = Linear.from_width(dims, values, "heads")
+        self.gate = Linear.from_width(dims, values, "heads")
+        self.step = Linear.from_width(dims, self.heads, "heads")
+        self.strength = Linear.from_width(dims, self.heads, "heads")
         self.q_convolution = ShortConvolution(keys, "heads", config.convolution)
         self.k_convolution = ShortConvolution(keys, "heads", config.convolution)
         self.v_convolution = ShortConvolution(values, "heads", config.convolution)
@@ -77,7 +74,7 @@ class GatedDeltaNet(RecurrentMixer):
             self.heads, (config.min_rate, config.max_rate), (config.min_step, config.max_step)
         )
         self.norm: Norm = NORMS.build(config.norm, self.value_width)
-        self.o = Linear(values, dims.width, ("width", "heads"), dims.residual_init)
+        self.o = Linear.to_width(dims, values, "heads")
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:

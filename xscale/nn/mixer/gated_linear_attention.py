@@ -8,46 +8,43 @@ Queries and keys are half as wide as values, as in the paper's layer. The state 
 by chunks whose pairs are split where no exponential overflows (`attention.ops.decayed_sums`).
 """
 
-from typing import Annotated
-
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import divisors, must_divide, take
 from xscale.nn.attention.ops.decayed_sums import CHUNK, ChannelDecayedSums
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
-from xscale.nn.norm.norm import NORMS, Layer, Norm
+from xscale.nn.norm.norm import NORMS, Layer, Norm, NormSlot
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "gated_linear_attention",
     aliases=("gla",),
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    traits=CAUSAL,
     deviations=(
         "The projections start as those of the model's other layers do, normal with the model's deviation.",
     ),
 )
 class GatedLinearAttention(RecurrentMixer):
     class Config(Mixer.Config):
-        heads: int = Field(default=4, ge=1)
+        heads: PositiveInt = 4
         """H, heads, each with a state."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head's queries and keys; null: width / (2 * heads)."""
-        value_width: int | None = Field(default=None, ge=1)
+        value_width: PositiveInt | None = None
         """V, width of a head's values; null: width / heads."""
-        gate_latent_width: int = Field(default=16, ge=1)
+        gate_latent_width: PositiveInt = 16
         """Width of the latent of the map from a token to the decays of all channels."""
-        temperature: float = Field(default=16.0, gt=0)
+        temperature: PositiveFloat = 16.0
         """tau, by which the logarithm of the decay is divided; a larger one keeps longer."""
-        norm: Annotated[Norm.Config, Slot(NORMS)] = Layer.Config()
+        norm: NormSlot = Layer.Config()
         """Norm of each head's output, before the gate."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -56,19 +53,17 @@ class GatedLinearAttention(RecurrentMixer):
         self.head_width = config.head_width or dims.width // (2 * config.heads)
         self.value_width = config.value_width or dims.width // config.heads
         keys, values = self.heads * self.head_width, self.heads * self.value_width
-        self.q = Linear(dims.width, keys, ("heads", "width"), dims.init)
-        self.k = Linear(dims.width, keys, ("heads", "width"), dims.init)
-        self.v = Linear(dims.width, values, ("heads", "width"), dims.init)
+        self.q = Linear.from_width(dims, keys, "heads")
+        self.k = Linear.from_width(dims, keys, "heads")
+        self.v = Linear.from_width(dims, values, "heads")
         # All ranks of tp have the few numbers that the decays of all heads come from.
-        self.decay_down = Linear(
-            dims.width, config.gate_latent_width, ("state", "width"), dims.init
-        )
+        self.decay_down = Linear.from_width(dims, config.gate_latent_width, "state")
         self.decay_up = Linear(
             config.gate_latent_width, keys, ("heads", "state"), dims.init, bias=True
         )
-        self.gate = Linear(dims.width, values, ("heads", "width"), dims.init, bias=True)
+        self.gate = Linear.from_width(dims, values, "heads", bias=True)
         self.norm: Norm = NORMS.build(config.norm, self.value_width)
-        self.o = Linear(values, dims.width, ("width", "heads"), dims.residual_init)
+        self.o = Linear.to_width(dims, values, "heads")
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:

@@ -7,12 +7,14 @@ token, weight 1 on the next token, the previous one or the first of the document
 all periods that the token sees. Rows for which there is no such token are left out.
 """
 
-from typing import Annotated, ClassVar, Literal
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import NonNegativeFloat, NonNegativeInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.ops.mask import AttentionMask
@@ -20,18 +22,16 @@ from xscale.nn.attention.softmax import Softmax
 from xscale.nn.auxiliary import attach
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.tokens import Tokens
 
 Pattern = Literal["next", "previous", "first", "delimiter", "period"]
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = NonNegativeInt
 
 
 @MIXERS.register(
     "guided_attention",
-    traits=MixerTraits(
-        causal=True, bidirectional=True, cross=False, documents=True, decode=True, prefix=True
-    ),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, prefix=True),
     deviations=(
         "The weight of the loss falls linearly with the steps (guidance_until), or is constant; that the paper's decay "
         "is linear is not verified.",
@@ -49,19 +49,19 @@ class GuidedAttention(Attention):
         """Token ids of the delimiters."""
         period_ids: tuple[TokenId, ...] = ()
         """Token ids of the periods."""
-        guidance_weight: float = Field(default=1.0, ge=0)
+        guidance_weight: NonNegativeFloat = 1.0
         """Lambda, weight of the loss, at the beginning of a run."""
         guidance_until: float | None = Field(default=None, gt=0, le=1)
         """Fraction of the run's steps after which the weight is 0: it falls linearly until then, as the paper's decays
         during pre-training. null: it is constant."""
 
-    cores: ClassVar[tuple[str, ...] | None] = ("softmax",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("softmax",)
+    shards_sequence = False
     averages_tokens = True
     averages_text = True
     averages_packed_text = True
 
-    reads_bias: ClassVar[bool] = True
+    reads_bias = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

@@ -8,17 +8,18 @@ with the offsets -1 and 1, their decoder -1 and 0, all with sigma = 1.
 """
 
 import math
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveFloat
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.dims import Dims
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.tokens import Tokens
 
@@ -31,7 +32,7 @@ SHORTEST_BLOCK = 16
 
 @MIXERS.register(
     "hard_coded_gaussian",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "Weights further than 9 sigma from the mean, below the resolution of float64 beside the largest, are left out.",
     ),
@@ -41,7 +42,7 @@ class HardCodedGaussian(ValueMixer):
         offsets: tuple[int, ...] | None = Field(default=None, min_length=1)
         """Mean of each head's Gaussian minus the token's own position, repeated over the heads; null: the paper's,
         [-1, 0] in a causal model and [-1, 1] in a bidirectional one."""
-        sigmas: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(1.0,), min_length=1)
+        sigmas: tuple[PositiveFloat, ...] = Field(default=(1.0,), min_length=1)
         """Standard deviation of each head's Gaussian, in tokens, repeated over the heads."""
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -14,7 +14,6 @@ On a CPU long sequences are computed in chunks that fit its cache.
 """
 
 import itertools
-from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +21,16 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import FractionBelowOne, PositiveInt
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.local_mixer import LocalMixer
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.neighbours import same_document
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 CHUNK = 1 << 17
@@ -41,7 +41,7 @@ SHORTEST_BLOCK = 16
 
 @MIXERS.register(
     "lightweight_conv",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
 )
 class LightweightConv(ValueMixer, LocalMixer):
     kernel: Parameter
@@ -49,18 +49,16 @@ class LightweightConv(ValueMixer, LocalMixer):
     class Config(ValueMixer.Config):
         dynamic: bool = False
         """Whether each token predicts its kernels (DynamicConv); otherwise they are parameters (LightConv)."""
-        kernel_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-            default=(3, 7, 15, 31), min_length=1
-        )
+        kernel_sizes: tuple[PositiveInt, ...] = Field(default=(3, 7, 15, 31), min_length=1)
         """k, tokens that a kernel reads, by layer; the last one is that of all further layers."""
-        dilations: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), min_length=1)
+        dilations: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
         """Distance between the tokens that a kernel reads, by layer; the last one is that of all further layers."""
         glu: bool = True
         """Whether a gated linear unit precedes the convolution, as in the paper; otherwise a linear map does."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the normalised kernels' entries (DropConnect)."""
 
-    seams: ClassVar[Seams] = {"sum_over_heads": Role.SUM_OVER_HEADS}
+    seams = {"sum_over_heads": Role.SUM_OVER_HEADS}
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
@@ -74,9 +72,7 @@ class LightweightConv(ValueMixer, LocalMixer):
             after * self.dilation,
         )
         self.gate = (
-            Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias)
-            if config.glu
-            else None
+            Linear.from_width(dims, inner, "heads", bias=config.bias) if config.glu else None
         )
         # Logits of all heads need all channels: tensor parallelism sums them, and each rank takes those of its heads.
         self.predict = (

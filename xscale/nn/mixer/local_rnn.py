@@ -7,33 +7,33 @@ first token there are zeros, which the network reads; in packed documents the to
 layer of the R-Transformer has it in front of attention and the feed-forward part, each a sublayer.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveInt
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.local_mixer import LocalMixer
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.neighbours import same_document
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "local_rnn",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    traits=CAUSAL,
 )
 class LocalRnn(LocalMixer):
     class Config(Mixer.Config):
         cell: Literal["gru", "lstm"] = "gru"
         """gru: gated recurrent unit (Cho et al. 2014); lstm: long short-term memory (Hochreiter and Schmidhuber
         1997)."""
-        window: int = Field(default=7, ge=1)
+        window: PositiveInt = 7
         """M, tokens of a window."""
 
-    uses_position: ClassVar[bool] = False
+    uses_position = False
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
@@ -43,12 +43,8 @@ class LocalRnn(LocalMixer):
         self.left = config.window - 1
         gates = 3 if config.cell == "gru" else 4
         # Every gate reads the whole state at every step, so that no axis is sharded over tp.
-        self.inputs = Linear(
-            dims.width, gates * dims.width, ("state", "width"), dims.init, bias=True
-        )
-        self.states = Linear(
-            dims.width, gates * dims.width, ("state", "width"), dims.init, bias=True
-        )
+        self.inputs = Linear.from_width(dims, gates * dims.width, "state", bias=True)
+        self.states = Linear.from_width(dims, gates * dims.width, "state", bias=True)
 
     def forward(
         self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None

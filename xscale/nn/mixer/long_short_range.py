@@ -7,32 +7,31 @@ have projections of their own, so that the feed-forward part is the first to mix
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, take
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.lightweight_conv import LightweightConv
 from xscale.nn.mixer.local_mixer import LocalMixer
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer, MixerSlot
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "long_short_range",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
 )
 class LongShortRange(Mixer):
     class Config(Mixer.Config):
-        long_range: Annotated[Mixer.Config, Slot(MIXERS)] = Field(default=Attention.Config())
+        long_range: MixerSlot = Field(default=Attention.Config())
         """The attention mixer of the first half of the channels."""
-        short_range: Annotated[Mixer.Config, Slot(MIXERS)] = Field(default=LightweightConv.Config())
+        short_range: MixerSlot = Field(default=LightweightConv.Config())
         """The local mixer of the second half of the channels, such as lightweight_conv."""
 
         @property
@@ -41,7 +40,7 @@ class LongShortRange(Mixer):
             heads: int = self.long_range.heads  # type: ignore[attr-defined]
             return heads
 
-    shards_sequence: ClassVar[bool] = True
+    shards_sequence = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()

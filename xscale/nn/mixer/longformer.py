@@ -5,23 +5,21 @@ and to the global tokens with Q, K, V. Q_g, K_g and V_g begin as copies of Q, K 
 """
 
 from dataclasses import replace
-from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.attention.block_sparse import BlockSparse
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CoreSlot
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import ACTS_INSIDE, CAUSAL_OR_BIDIRECTIONAL, MIXERS, RefusedPositions
 from xscale.nn.pattern.global_blocks import GlobalBlocks
 from xscale.nn.pattern.pattern import TokenIndex
 from xscale.nn.pattern.union import UnionPattern
@@ -31,7 +29,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "longformer",
-    traits=MixerTraits(causal=False, bidirectional=True, cross=False, documents=True, decode=False),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, causal=False, decode=False),
     deviations=(
         "Global tokens have fixed indices; in the paper a question's tokens are global, however many there are.",
         "Q_g, K_g and V_g begin as copies at initialisation; in the paper as copies of the pre-trained Q, K and V.",
@@ -39,15 +37,13 @@ from xscale.nn.tokens import Tokens
 )
 class LongformerAttention(Attention):
     class Config(Attention.Config):
-        core: Annotated[Core.Config, Slot(CORES)] = BlockSparse.Config(
-            pattern=Band.Config(left=256, right=256)
-        )
+        core: CoreSlot = BlockSparse.Config(pattern=Band.Config(left=256, right=256))
         """The core `block_sparse`, whose pattern is the local one; the global tokens are added to it."""
         global_token_indices: tuple[TokenIndex, ...] = Field(default=(0,), min_length=1)
         """Indices of the global tokens; those beyond the end of the sequence are ignored."""
 
-    cores: ClassVar[tuple[str, ...] | None] = ("block_sparse",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("block_sparse",)
+    shards_sequence = False
 
     refused_positions = RefusedPositions(
         ACTS_INSIDE, "acts inside attention, and global tokens attend without one"

@@ -7,18 +7,17 @@ the same two tables, as in T5.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from xscale.core.config import Slot
 from xscale.core.errors import Problem
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CoreSlot
 from xscale.nn.attention.longt5 import LongT5
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import ACTS_INSIDE, BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import Rms
@@ -28,20 +27,18 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "longt5",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
     deviations=(
         "A sequence shorter than a block has one block; in the authors' code it has none.",
     ),
 )
 class TransientGlobalAttention(Attention):
     class Config(Attention.Config):
-        core: Annotated[Core.Config, Slot(CORES)] = LongT5.Config()
+        core: CoreSlot = LongT5.Config()
         """The core `longt5`, which has the radius and the size of a block."""
 
-    cores: ClassVar[tuple[str, ...] | None] = ("longt5",)
-    shards_sequence: ClassVar[bool] = False
+    cores = ("longt5",)
+    shards_sequence = False
     core: LongT5
 
     def __init__(self, config: Config, dims: Dims) -> None:

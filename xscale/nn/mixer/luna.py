@@ -6,14 +6,13 @@ and the block adds P to Y_P, X to Y_X, and norms them. The core `luna` has the c
 """
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.errors import Problem
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.ops.dense import dense_attention
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, Mixer, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import ACTS_INSIDE, BIDIRECTIONAL, MIXERS, Mixer, RefusedPositions
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.tokens import Tokens
@@ -28,9 +27,9 @@ class NestedAttention(Module):
         inner = heads * head_width
         # Not sharded over tp: the second attention needs the sum over all heads of the first.
         self.q, self.k, self.v = (
-            Linear(dims.width, inner, ("state", "width"), dims.init, bias=bias) for _ in range(3)
+            Linear.from_width(dims, inner, "state", bias=bias) for _ in range(3)
         )
-        self.o = Linear(inner, dims.width, ("width", "state"), dims.residual_init, bias=bias)
+        self.o = Linear.to_width(dims, inner, "state", bias=bias)
 
     def forward(self, queries: Tensor, context: Tensor) -> Tensor:
         """Attend from queries [B, T, D] to the context [B, S, D] -> [B, T, D]."""
@@ -46,24 +45,23 @@ class NestedAttention(Module):
 
 @MIXERS.register(
     "luna",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
     deviations=(
         "The packed sequence passes the block's feed-forward layer too; the paper's goes to the next layer without it.",
     ),
 )
 class LunaAttention(Mixer):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of both attentions."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head; null: width / heads."""
-        slots: int = Field(default=16, ge=1)
+        slots: PositiveInt = 16
         """l, length of the packed sequence: the first tokens, as many as the model's global_tokens."""
         bias: bool = False
         """Whether the projections have biases."""
 
+    heads_make_width = True
     refused_positions = RefusedPositions(
         ACTS_INSIDE, "acts inside attention, and a packed sequence has no positions"
     )
@@ -75,12 +73,6 @@ class LunaAttention(Mixer):
         self.pack, self.unpack = (
             NestedAttention(dims, config.heads, head_width, config.bias) for _ in range(2)
         )
-
-    @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        problems = super().check(config, dims, path)
-        problems += cls.check_heads(config, dims, path)
-        return problems
 
     @without_padding
     def forward(

@@ -9,10 +9,10 @@ Heads are of x; B and C are shared by the heads of a group, as keys and queries 
 """
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeFloat, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_most, must_divide, take
 from xscale.nn.attention.ops.chunked_scan import CHUNK
@@ -21,7 +21,7 @@ from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer, StepDecay, check_steps
 from xscale.nn.mixer.short_convolution import ShortConvolution
 from xscale.nn.norm.norm import Norm
@@ -30,7 +30,7 @@ from xscale.nn.tokens import Tokens
 
 @MIXERS.register(
     "mamba2",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    traits=CAUSAL,
     deviations=(
         "The projections start as those of the model's other layers do, normal with the model's deviation.",
         "The input projection is one map for each of z, x, B, C and the steps, so that tensor parallelism shards those "
@@ -41,25 +41,25 @@ class Mamba2(RecurrentMixer):
     skip: Parameter
 
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of x, each with a state."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """P, width of a head; null: 2 * width / heads, the paper's expansion by two."""
-        states: int = Field(default=128, ge=1)
+        states: PositiveInt = 128
         """N, states of each channel of a head."""
-        groups: int = Field(default=1, ge=1)
+        groups: PositiveInt = 1
         """Groups of heads, each with its own B and C, and its own norm before the output projection."""
-        convolution: int = Field(default=4, ge=1)
+        convolution: PositiveInt = 4
         """Tokens that the short causal convolution of x, B and C reads."""
-        min_step: float = Field(default=0.001, gt=0)
+        min_step: PositiveFloat = 0.001
         """Smallest initial step; the logarithms are uniform."""
-        max_step: float = Field(default=0.1, gt=0)
+        max_step: PositiveFloat = 0.1
         """Largest initial step."""
-        min_rate: float = Field(default=1.0, gt=0)
+        min_rate: PositiveFloat = 1.0
         """Smallest initial rate of decay a; they are uniform."""
-        max_rate: float = Field(default=16.0, gt=0)
+        max_rate: PositiveFloat = 16.0
         """Largest initial rate of decay."""
-        eps: float = Field(default=1e-5, ge=0)
+        eps: NonNegativeFloat = 1e-5
         """Added to the mean square in the norm before the output projection."""
         bias: bool = False
         """Whether the projections have biases."""
@@ -73,12 +73,12 @@ class Mamba2(RecurrentMixer):
         inner = self.heads * self.head_width
         shared = config.groups * config.states
         bias = config.bias
-        self.gate = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=bias)
-        self.x = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=bias)
+        self.gate = Linear.from_width(dims, inner, "heads", bias=bias)
+        self.x = Linear.from_width(dims, inner, "heads", bias=bias)
         # All ranks of tp have the B and C of all groups: they are narrow, and there may be fewer groups than ranks.
-        self.b = Linear(dims.width, shared, ("state", "width"), dims.init, bias=bias)
-        self.c = Linear(dims.width, shared, ("state", "width"), dims.init, bias=bias)
-        self.step = Linear(dims.width, self.heads, ("heads", "width"), dims.init)
+        self.b = Linear.from_width(dims, shared, "state", bias=bias)
+        self.c = Linear.from_width(dims, shared, "state", bias=bias)
+        self.step = Linear.from_width(dims, self.heads, "heads")
         self.x_convolution = ShortConvolution(inner, "heads", config.convolution, bias=True)
         self.b_convolution = ShortConvolution(shared, "state", config.convolution, bias=True)
         self.c_convolution = ShortConvolution(shared, "state", config.convolution, bias=True)
@@ -87,7 +87,7 @@ class Mamba2(RecurrentMixer):
         )
         self.declare("skip", (self.heads,), ("heads",), ONES, decays=False)
         self.norm = GroupRms(inner, config.groups, config.eps)
-        self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=bias)
+        self.o = Linear.to_width(dims, inner, "heads", bias=bias)
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:

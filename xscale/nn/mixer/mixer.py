@@ -1,13 +1,13 @@
 """Mixers: layers that move information between tokens, x -> x. `fourier`; `attention` is in a file of its own."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from xscale.core.choices import Choice
-from xscale.core.config import Config
+from xscale.core.config import Config, Slot
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.core.requirements import instead, kinds, must_divide, take
@@ -41,6 +41,18 @@ class MixerTraits:
     """Has a static form of a step of generation (`Module.why_not_static`), where its core has."""
 
 
+CAUSAL_OR_BIDIRECTIONAL = MixerTraits(
+    causal=True, bidirectional=True, cross=False, documents=True, decode=True
+)
+"""Traits of a mixer of both kinds of models, as self-attention is. One that differs declares `replace(...)` of them."""
+CAUSAL = replace(CAUSAL_OR_BIDIRECTIONAL, bidirectional=False)
+"""Traits of a recurrence over the tokens so far."""
+BIDIRECTIONAL = MixerTraits(
+    causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
+)
+"""Traits of a mixer that is a function of the full sequence, for encoders alone."""
+
+
 @dataclass(frozen=True)
 class RefusedPositions:
     """The requirement of a mixer that no position encoding of some kinds acts in it."""
@@ -69,6 +81,8 @@ class Mixer(Part):
     """Whether it has an attention core, so that the mixer `attention` can stand in its place."""
     shards_sequence: ClassVar[bool] = False
     """Whether it works on a sequence that is sharded over cp."""
+    heads_make_width: ClassVar[bool] = False
+    """Whether the heads make up the model's width, where their own width is not given."""
     reads_padding: bool = False
     """Whether it reads the padding at the end of samples as text."""
     reads_bias: ClassVar[bool] = False
@@ -77,7 +91,8 @@ class Mixer(Part):
     @classmethod
     def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
         """List the problems of the config; a mixer that overrides it begins with these."""
-        return [*super().check(config, dims, path), *cls._check_position_acts(config, dims, path)]
+        problems = super().check(config, dims, path) + cls._check_position_acts(config, dims, path)
+        return problems + (cls.check_heads(config, dims, path) if cls.heads_make_width else [])
 
     @classmethod
     def check_heads(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
@@ -193,6 +208,8 @@ class Mixer(Part):
 
 
 MIXERS = Family("mixer", MixerTraits, Mixer)
+MixerSlot = Annotated[Mixer.Config, Slot(MIXERS)]
+"""A config key that holds any mixer."""
 
 
 @dataclass
@@ -221,15 +238,13 @@ def check_mixer(config: Config, dims: Dims, path: str) -> list[Problem]:
 
 @MIXERS.register(
     "fourier",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
 )
 class Fourier(Mixer):
     """Lee-Thorp et al. 2021 (FNet): the real part of a Fourier transform over sequence and width, without
     parameters."""
 
-    uses_position: ClassVar[bool] = False
+    uses_position = False
 
     class Config(Mixer.Config):
         padding: Literal["hidden", "text"] = "hidden"

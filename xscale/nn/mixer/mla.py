@@ -6,40 +6,32 @@
 The rotated part of the keys is the same for all heads. Generation caches c and rope(W_kr h), of all heads together.
 """
 
-from typing import Annotated
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_most
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CORES, CoreSlot
 from xscale.nn.attention.ops.mask import ScoreEdge
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
 from xscale.nn.mixer.kv_cache import with_cached
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
-from xscale.nn.norm.norm import NORMS, Norm, Rms
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer, RefusedPositions
+from xscale.nn.norm.norm import NORMS, Norm, NormSlot, Rms
+from xscale.nn.position.position import PositionSlot
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "mla",
-    traits=MixerTraits(
-        causal=True,
-        bidirectional=True,
-        cross=False,
-        documents=True,
-        decode=True,
-        prefix=True,
-        static_decode=True,
-    ),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, prefix=True, static_decode=True),
     deviations=(
         "Generation projects the cached latents to keys and values at each step; W_uk and W_uv are not absorbed into "
         "the other projections.",
@@ -47,27 +39,27 @@ from xscale.nn.tokens import Tokens
 )
 class Mla(Attention):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of queries, keys and values."""
-        kv_latent_width: int = Field(default=64, ge=1)
+        kv_latent_width: PositiveInt = 64
         """Width of the latent c of keys and values (`kv_lora_rank`)."""
-        query_latent_width: int | None = Field(default=None, ge=1)
+        query_latent_width: PositiveInt | None = None
         """Width of the latent c' of the queries (`q_lora_rank`); null: queries are projected from the input."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """Channels of a head's queries and keys that carry no position (`qk_nope_head_dim`); null: width / heads."""
         rope_width: int = Field(default=16, ge=2, multiple_of=2)
         """Channels of a head's queries and keys that the position encoding rotates (`qk_rope_head_dim`)."""
-        value_width: int | None = Field(default=None, ge=1)
+        value_width: PositiveInt | None = None
         """Channels of a head's values (`v_head_dim`); null: head_width."""
-        core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
+        core: CoreSlot = Softmax.Config()
         """The attention core, q, k, v -> o."""
-        norm: Annotated[Norm.Config, Slot(NORMS)] = Rms.Config()
+        norm: NormSlot = Rms.Config()
         """Norm of both latents."""
-        scale: float | None = Field(default=None, gt=0)
+        scale: PositiveFloat | None = None
         """Factor of the scores q k^T; null: 1 / sqrt(head_width + rope_width)."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+        position: PositionSlot | None = None
         """Position encoding of this mixer; null: the model's."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
         @property
@@ -95,18 +87,14 @@ class Mla(Attention):
         self.q_down: Linear | None = None
         self.q_latent_norm: Norm | None = None
         if config.query_latent_width is not None:
-            self.q_down = Linear(dims.width, query_latent_width, ("state", "width"), dims.init)
+            self.q_down = Linear.from_width(dims, query_latent_width, "state")
             self.q_latent_norm = NORMS.build(config.norm, query_latent_width)
         self.q = Linear(query_latent_width, heads * self.head_width, ("heads", "width"), dims.init)
-        self.kv_down = Linear(
-            dims.width, latent_width + config.rope_width, ("state", "width"), dims.init
-        )
+        self.kv_down = Linear.from_width(dims, latent_width + config.rope_width, "state")
         self.kv_latent_norm: Norm = NORMS.build(config.norm, latent_width)
         self.k = Linear(latent_width, heads * self.plain_width, ("heads", "state"), dims.init)
         self.v = Linear(latent_width, heads * self.value_width, ("heads", "state"), dims.init)
-        self.o = Linear(
-            heads * self.value_width, dims.width, ("width", "heads"), dims.residual_init
-        )
+        self.o = Linear.to_width(dims, heads * self.value_width, "heads")
         self.core = CORES.build(config.core, dims, heads, self.head_width)
         self.position, self.uses_relative_bias = None, False
         self.build_position(config.position or dims.position, dims, heads, config.rope_width)

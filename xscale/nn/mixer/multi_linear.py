@@ -15,27 +15,25 @@ takes N^2 R D multiply-adds. In a causal model T_b[i, j, m] is 0 where j or m is
 Packed documents are computed one by one, each with the rows of W_o from its first token on.
 """
 
-from typing import ClassVar
-
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.positional_mlp import PositionalMixer
 from xscale.nn.mixer.synthesizer import ValueCache
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "multi_linear",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "In a causal model the elements of the tensor whose key or value is later than the query are 0; the authors' "
         "code for language models masks nothing.",
@@ -45,14 +43,14 @@ from xscale.nn.tokens import Tokens
     ),
 )
 class MultiLinear(PositionalMixer):
-    seams: ClassVar[Seams] = {"first_hidden": Role.FIRST_HIDDEN}
+    seams = {"first_hidden": Role.FIRST_HIDDEN}
     diagonals: Parameter
     output: Parameter
 
     class Config(PositionalMixer.Config):
-        factors: int = Field(default=40, ge=1)
+        factors: PositiveInt = 40
         """R, columns of Q, K and V; the paper takes the width of one head."""
-        blocks: int = Field(default=2, ge=1)
+        blocks: PositiveInt = 2
         """h, core tensors."""
 
     def __init__(self, config: Config, dims: Dims) -> None:

@@ -9,53 +9,51 @@ parallelism has whole turns, and so heads of both groups.
 """
 
 from dataclasses import replace
-from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
 from xscale.core.choices import Choice
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_most, take
 from xscale.nn.attention.block_sparse import BlockSparse
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CoreSlot
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.attention.split_heads import SplitHeads
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer, RefusedPositions
 from xscale.nn.norm.norm import Norm
 from xscale.nn.pattern.window import Band
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import PositionSlot
 
 BAND = BlockSparse.Config(pattern=Band.Config(left=31, right=31), block=16)
 
 
 @MIXERS.register(
     "narrow_and_local",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
 )
 class NarrowAndLocal(Attention):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of both groups together."""
-        narrow_width: int = Field(default=8, ge=1)
+        narrow_width: PositiveInt = 8
         """r, width of the queries and keys of a low-rank head, less than head_width; its values have head_width."""
-        shares: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = (1, 1)
+        shares: tuple[PositiveInt, PositiveInt] = (1, 1)
         """Shares of the low-rank and of the local heads: (1, 3) makes a quarter of the heads low-rank."""
-        local: Annotated[Core.Config, Slot(CORES)] = BAND
+        local: CoreSlot = BAND
         """The core of the local heads."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a local head's queries and keys, and of all values; null: width / heads."""
         bias: bool = False
         """Whether the projections have biases."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+        position: PositionSlot | None = None
         """Position encoding that adds a bias to the scores of all heads; null: the model's."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
         @property
@@ -69,7 +67,7 @@ class NarrowAndLocal(Attention):
             return False
 
     core: SplitHeads
-    cores: ClassVar[tuple[str, ...] | None] = None
+    cores = None
 
     refused_positions = RefusedPositions(
         ("qk", "scores"), "acts on queries or keys of one width, and these heads have two"
@@ -93,10 +91,10 @@ class NarrowAndLocal(Attention):
             setattr(
                 self,
                 name,
-                Linear(dims.width, rows, ("heads", "width"), dims.init, bias=config.bias),
+                Linear.from_width(dims, rows, "heads", bias=config.bias),
             )
         outer = heads * self.head_width
-        self.o = Linear(outer, dims.width, ("width", "heads"), dims.residual_init, bias=config.bias)
+        self.o = Linear.to_width(dims, outer, "heads", bias=config.bias)
         self.build_position(config.position or dims.position, dims, heads, self.head_width)
 
     @classmethod

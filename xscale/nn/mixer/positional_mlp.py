@@ -15,7 +15,7 @@ With `attention` (aMLP, section 4.3) s(Z) = Z_1 * (W LN(Z_2) + b + A(x)), A a sm
 Shorter sequences than N use the first rows and columns; longer ones fail.
 """
 
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +23,18 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.dims import Dims, check_trained_length
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import BIDIRECTIONAL, CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.tiny_attention import TinyAttention
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.norm.norm import Layer, Norm
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -41,10 +42,10 @@ class PositionalMixer(Mixer):
     """A mixer with weights for each of `length` positions."""
 
     class Config(Mixer.Config):
-        length: int | None = Field(default=None, ge=1)
+        length: PositiveInt | None = None
         """N, positions that have weights: the data's sequence length, which null stands for."""
 
-    uses_position: ClassVar[bool] = False
+    uses_position = False
     length: int
 
     @classmethod
@@ -58,9 +59,7 @@ class PositionalMixer(Mixer):
 
 @MIXERS.register(
     "gmlp",
-    traits=MixerTraits(
-        causal=True, bidirectional=True, cross=False, documents=False, decode=True, padding=True
-    ),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, padding=True, documents=False),
 )
 class Gmlp(PositionalMixer):
     """Liu et al. 2021 (gMLP): a linear map over the positions gates the other half of the channels."""
@@ -75,10 +74,10 @@ class Gmlp(PositionalMixer):
         """Whether the weights depend on the distance of two positions alone; the paper finds that they become so."""
         bias: bool = True
         """Whether the two projections of channels have biases."""
-        attention: int | None = Field(default=None, ge=1)
+        attention: PositiveInt | None = None
         """A, width of a head of attention beside the map over the positions (aMLP); null: none. The paper: 64."""
 
-    seams: ClassVar[Seams] = {"norm_all_heads": Role.NORM_OVER_HEADS}
+    seams = {"norm_all_heads": Role.NORM_OVER_HEADS}
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
@@ -87,10 +86,9 @@ class Gmlp(PositionalMixer):
         half = (config.hidden or 6 * dims.width) // 2
         # Z_1 and Z_2 are sharded over ranks in the same way.
         self.up, self.up_gate = (
-            Linear(dims.width, half, ("ffn", "width"), dims.init, bias=config.bias)
-            for _ in range(2)
+            Linear.from_width(dims, half, "ffn", bias=config.bias) for _ in range(2)
         )
-        self.down = Linear(half, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias)
+        self.down = Linear.to_width(dims, half, "ffn", bias=config.bias)
         self.norm: Norm = Layer(Layer.Config(), half)
         # A row sums N normalised values: the gates start at 1 +- dims.std.
         start = Init(std=dims.std / self.length**0.5)
@@ -159,9 +157,7 @@ class Gmlp(PositionalMixer):
 
 @MIXERS.register(
     "mlp_mixer",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
 )
 class MlpMixer(PositionalMixer):
     """Tolstikhin et al. 2021 (MLP-Mixer): a perceptron over the positions, the same for all channels."""
@@ -172,7 +168,7 @@ class MlpMixer(PositionalMixer):
     down_bias: Parameter
 
     class Config(PositionalMixer.Config):
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """S', hidden width of the perceptron along the tokens; null: half of the model's width, as in the paper."""
 
     def __init__(self, config: Config, dims: Dims) -> None:

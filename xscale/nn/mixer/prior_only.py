@@ -5,35 +5,32 @@
 B [H, T, S] is the bias that a position would add to the scores, by distance or by positions.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds
 from xscale.nn.attention.ops.dense import masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask
 from xscale.nn.dims import Dims
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.position.gaussian import Gaussian
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import POSITIONS, Position, PositionSlot
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "prior_only",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
 )
 class PriorOnly(ValueMixer):
     class Config(ValueMixer.Config):
-        generator: Annotated[Position.Config, Slot(POSITIONS)] = Gaussian.Config()
+        generator: PositionSlot = Gaussian.Config()
         """The generator of the prior: a position that adds a bias to scores."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
     def __init__(self, config: Config, dims: Dims) -> None:

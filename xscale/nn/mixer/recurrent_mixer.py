@@ -3,7 +3,7 @@
 Generation keeps the state of each head, whose size does not grow with the sequence.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,20 +17,20 @@ from xscale.nn.init import Init
 from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import Norm
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class RecurrentMixer(Mixer):
     """A causal mixer of heads, each with a state; a subclass makes a `Recurrence` of x and calls `scan`."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "first_head": Role.FIRST_HEAD,
         "scan": Role.SCAN,
         "norm_all_heads": Role.NORM_OVER_HEADS,
     }
-    uses_position: ClassVar[bool] = False
-    shards_sequence: ClassVar[bool] = True
+    uses_position = False
+    shards_sequence = True
     heads: int
     """H, heads with a state, of all ranks."""
 

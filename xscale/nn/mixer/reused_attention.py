@@ -6,24 +6,24 @@ A lazy block is a block with the core `prior_scores` (previous: 0), which comput
 which hand the scores on as they got them.
 """
 
-from typing import ClassVar
+from dataclasses import replace
 
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import FractionBelowOne
 from xscale.nn.attention.ops.dense import masked_softmax, upcast
 from xscale.nn.attention.ops.mask import AttentionMask, ScoreEdge
 from xscale.nn.dims import Dims
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.synthesizer import ValueCache
 from xscale.nn.mixer.value_mixer import ValueMixer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 @MIXERS.register(
     "reused_attention",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=True, documents=True, decode=True),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, cross=True),
     deviations=(
         "Scores are handed on, and each layer computes their softmax again; terms that a position adds to the output "
         "(as Shaw et al. do) are the first layer's alone.",
@@ -31,12 +31,12 @@ from xscale.nn.tokens import Tokens
 )
 class ReusedAttention(ValueMixer):
     class Config(ValueMixer.Config):
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights; the paper has none, as the layers share one map."""
 
-    seams: ClassVar[Seams] = {"attend": Role.REUSED_ATTENTION}
-    needs_previous_scores: ClassVar[bool] = True
-    shards_sequence: ClassVar[bool] = True
+    seams = {"attend": Role.REUSED_ATTENTION}
+    needs_previous_scores = True
+    shards_sequence = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

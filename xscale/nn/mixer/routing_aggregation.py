@@ -11,21 +11,22 @@ squash(s) = |s|^2 / (1 + |s|^2) s / |s|. Both repeat their steps a few times, fo
 """
 
 import math
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import must_divide
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 
 FLOOR = 1e-6
 """Added to variances, which are 0 where all votes agree."""
@@ -33,9 +34,7 @@ FLOOR = 1e-6
 
 @MIXERS.register(
     "routing_aggregation",
-    traits=MixerTraits(
-        causal=True, bidirectional=True, cross=True, documents=True, decode=True, prefix=True
-    ),
+    traits=replace(CAUSAL_OR_BIDIRECTIONAL, prefix=True, cross=True),
     deviations=(
         "The inverse temperature lambda of EM routing is constant; Hinton et al. raise it during training.",
     ),
@@ -44,14 +43,14 @@ class RoutingAggregation(Attention):
     class Config(Attention.Config):
         routing: Literal["dynamic", "em"] = "em"
         """How the votes are weighed."""
-        capsules: int | None = Field(default=None, ge=1)
+        capsules: PositiveInt | None = None
         """N, output capsules, which divide heads x head_width; null: as many as heads."""
-        iterations: int = Field(default=3, ge=1)
+        iterations: PositiveInt = 3
         """Rounds of routing."""
-        inverse_temperature: float = Field(default=1.0, gt=0)
+        inverse_temperature: PositiveFloat = 1.0
         """Lambda of EM routing."""
 
-    mixes_heads: ClassVar[bool] = True
+    mixes_heads = True
 
     votes: Parameter
     beta_a: Parameter

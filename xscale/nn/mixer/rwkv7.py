@@ -16,18 +16,17 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.errors import Problem
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.nn.attention.ops.decayed_sums import CHUNK
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.attention.ops.generalized_delta_rule import GeneralizedDeltaRule
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, ValueEdge
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer, ValueEdge
 from xscale.nn.mixer.recurrent_mixer import RecurrentMixer
 from xscale.nn.module import Module
 from xscale.nn.neighbours import TokenShift
@@ -39,7 +38,7 @@ SHIFTS = {"r": 0.2, "d": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 @MIXERS.register(
     "rwkv7",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=True, decode=True),
+    traits=CAUSAL,
     deviations=(
         "The second matrices of the low-rank maps start normal, with the deviation of the authors' orthogonal ones.",
     ),
@@ -50,20 +49,21 @@ class Rwkv7(RecurrentMixer):
     bonus: Parameter
     norm_weight: Parameter
     norm_bias: Parameter
+    heads_make_width = True
 
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads, each with a state; a head is width / heads wide."""
-        decay_latent_width: int = Field(default=32, ge=1)
+        decay_latent_width: PositiveInt = 32
         """Width of the latent of the map to the decays."""
-        rate_latent_width: int = Field(default=32, ge=1)
+        rate_latent_width: PositiveInt = 32
         """Width of the latent of the map to the in-context learning rates a."""
-        gate_latent_width: int = Field(default=32, ge=1)
+        gate_latent_width: PositiveInt = 32
         """Width of the latent of the map to the output gate."""
-        value_latent_width: int | None = Field(default=32, ge=1)
+        value_latent_width: PositiveInt | None = 32
         """Width of the latent of the map to the weights by which the values of the first layer of the stack with this
         mixer are mixed into those of the later ones; null: they are not mixed."""
-        eps: float | None = Field(default=None, gt=0)
+        eps: PositiveFloat | None = None
         """Added to the variance in the norm of each head; null: 1e-5 * head width, as the authors' code."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -101,10 +101,6 @@ class Rwkv7(RecurrentMixer):
         self.declare("norm_weight", (width,), ("heads",), gain, decays=False)
         self.declare("norm_bias", (width,), ("heads",), ZEROS, decays=False)
         self.o = Linear(width, width, ("width", "heads"), ZEROS)
-
-    @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        return super().check(config, dims, path) + cls.check_heads(config, dims, path)
 
     @property
     def hands_on_values(self) -> bool:

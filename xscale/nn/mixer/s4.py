@@ -16,22 +16,24 @@ parameters are pairs of real ones, in master precision.
 """
 
 import math
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import at_least, at_most, take
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL, MIXERS, Mixer
 from xscale.nn.mixer.state_space import Chunk, StateSpace
 from xscale.nn.mixer.without_padding import require_one_document
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -45,7 +47,7 @@ def convolve(u: Tensor, kernel: Tensor) -> Tensor:
 
 @MIXERS.register(
     "s4",
-    traits=MixerTraits(causal=True, bidirectional=False, cross=False, documents=False, decode=True),
+    traits=replace(CAUSAL, documents=False),
     deviations=(
         "The real parts of the eigenvalues stay negative, as exponentials, as in the authors' later code.",
         "A prompt is read by the recurrence token by token.",
@@ -55,18 +57,18 @@ class S4(Mixer):
     class Config(Mixer.Config):
         states: int = Field(default=64, ge=2, multiple_of=2)
         """N, states of a channel."""
-        length: int | None = Field(default=None, ge=1)
+        length: PositiveInt | None = None
         """Tokens of the convolution kernel; null: the data's sequence length."""
-        min_step: float = Field(default=0.001, gt=0)
+        min_step: PositiveFloat = 0.001
         """Smallest initial discretisation step; the logarithms are uniform."""
-        max_step: float = Field(default=0.1, gt=0)
+        max_step: PositiveFloat = 0.1
         """Largest initial discretisation step."""
         bias: bool = True
         """Whether the linear map after the convolution has a bias."""
 
-    seams: ClassVar[Seams] = {"convolve": Role.CONVOLUTION, "first_hidden": Role.FIRST_HIDDEN}
-    uses_position: ClassVar[bool] = False
-    shards_sequence: ClassVar[bool] = True
+    seams = {"convolve": Role.CONVOLUTION, "first_hidden": Role.FIRST_HIDDEN}
+    uses_position = False
+    shards_sequence = True
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__()
@@ -74,9 +76,7 @@ class S4(Mixer):
         """Index in the model of the first local channel: set when channels are sharded over ranks."""
         length = config.length or dims.length
         self.ssm = StateSpace(dims.width, config.states, length, (config.min_step, config.max_step))
-        self.o = Linear(
-            dims.width, dims.width, ("width", "ffn"), dims.residual_init, bias=config.bias
-        )
+        self.o = Linear.to_width(dims, dims.width, "ffn", bias=config.bias)
 
     @classmethod
     def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:

@@ -9,26 +9,25 @@ modules side by side are the heads' channels. As in the authors' code, no dense 
 those of attention. Generation keeps the last outputs of the multiplicative layer beside the KV cache.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import must_divide, take
-from xscale.nn.attention.core import CORES, Core
+from xscale.nn.attention.core import CORES, CoreSlot
 from xscale.nn.attention.softmax import Softmax
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.attention import Attention
-from xscale.nn.mixer.mixer import MIXERS, Mixer, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS, Mixer, RefusedPositions
 from xscale.nn.module import Module
 from xscale.nn.neighbours import NeighbourReader, same_document
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import PositionSlot
 from xscale.nn.tokens import Tokens
 
 
@@ -141,7 +140,7 @@ class QkvProjection(NeighbourReader):
 
 @MIXERS.register(
     "sparse_qkv",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "The convolution of the values spans as many modules as those of queries and keys; in the authors' code it "
         "spans one.",
@@ -149,15 +148,15 @@ class QkvProjection(NeighbourReader):
 )
 class SparseQkv(Attention):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads."""
-        modules: int | None = Field(default=None, ge=1)
+        modules: PositiveInt | None = None
         """S, modules of a token, each with width / modules channels; null: as many as heads."""
-        length_kernel: int = Field(default=3, ge=1)
+        length_kernel: PositiveInt = 3
         """Tokens that the convolutions read; in a causal model they end at the token."""
-        module_kernel: int = Field(default=3, ge=1)
+        module_kernel: PositiveInt = 3
         """Modules that the convolutions read, the token's own in the middle: an odd number."""
-        core: Annotated[Core.Config, Slot(CORES)] = Softmax.Config()
+        core: CoreSlot = Softmax.Config()
         """The attention core, q, k, v -> o."""
         shared_qk: bool | None = None
         """Whether queries and keys have one convolution (for hashing); null: as the core's paper has it, so true for
@@ -166,14 +165,14 @@ class SparseQkv(Attention):
         """Whether the convolutions have biases."""
         output: bool = False
         """Whether a dense layer follows the heads, as in other attention."""
-        scale: float | None = Field(default=None, gt=0)
+        scale: PositiveFloat | None = None
         """Factor of the scores q k^T; null: 1 / sqrt(width / heads)."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] | None = None
+        position: PositionSlot | None = None
         """Position encoding of this mixer, which acts on its queries and keys or scores; null: the model's."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
-    mixes_heads: ClassVar[bool] = True
+    mixes_heads = True
 
     refused_positions = RefusedPositions(
         ("scores",), "projects its embeddings as tokens, which have no neighbours here"

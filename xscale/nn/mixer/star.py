@@ -7,14 +7,14 @@ With the input e, h = e and s = mean(e) at first, each step computes, with the s
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.errors import ConfigError, Problem
+from xscale.core.config import PositiveInt
+from xscale.core.errors import ConfigError
 from xscale.nn.attention.ops.dense import upcast
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
-from xscale.nn.mixer.mixer import ACTS_INSIDE, MIXERS, Mixer, MixerTraits, RefusedPositions
+from xscale.nn.mixer.mixer import ACTS_INSIDE, BIDIRECTIONAL, MIXERS, Mixer, RefusedPositions
 from xscale.nn.mixer.without_padding import without_padding
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import Layer
@@ -29,9 +29,7 @@ class StarAttention(Module):
         self.head_width = head_width
         inner = heads * head_width
         # Not sharded over tp: ReLU and norm need the sum over all heads.
-        self.q, self.k, self.v = (
-            Linear(dims.width, inner, ("state", "width"), dims.init) for _ in range(3)
-        )
+        self.q, self.k, self.v = (Linear.from_width(dims, inner, "state") for _ in range(3))
         self.o = Linear(inner, dims.width, ("width", "state"), dims.init)
         self.norm = Layer(Layer.Config(), dims.width)
 
@@ -53,9 +51,7 @@ class StarAttention(Module):
 
 @MIXERS.register(
     "star",
-    traits=MixerTraits(
-        causal=False, bidirectional=True, cross=False, documents=False, decode=False, padding=True
-    ),
+    traits=BIDIRECTIONAL,
     deviations=(
         "The output is the satellites; the relay's last update, by which the paper classifies a sequence, is left out.",
     ),
@@ -67,13 +63,14 @@ class StarTransformerLayers(Mixer):
     """
 
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of both attentions."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head; null: width / heads."""
-        steps: int = Field(default=2, ge=1)
+        steps: PositiveInt = 2
         """T, updates of the satellites and the relay, all with the same weights."""
 
+    heads_make_width = True
     refused_positions = RefusedPositions(ACTS_INSIDE, "acts inside the attention of another mixer")
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -86,12 +83,6 @@ class StarTransformerLayers(Mixer):
         self.relay: StarAttention | None = None
         if config.steps > 1:
             self.relay = StarAttention(dims, config.heads, head_width)
-
-    @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        problems = super().check(config, dims, path)
-        problems += cls.check_heads(config, dims, path)
-        return problems
 
     @without_padding
     def forward(

@@ -13,10 +13,10 @@ D (a + b) when factorised. Rows and columns of S are positions in the document, 
 from typing import Literal
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import FractionBelowOne, PositiveFloat, PositiveInt
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import at_least, at_most, take
 from xscale.nn.attention.ops.dense import masked_softmax, upcast
@@ -25,7 +25,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.kv_cache import grow_buffer
-from xscale.nn.mixer.mixer import MIXERS, MixerTraits
+from xscale.nn.mixer.mixer import CAUSAL_OR_BIDIRECTIONAL, MIXERS
 from xscale.nn.mixer.value_mixer import ValueMixer
 from xscale.nn.tokens import Tokens
 
@@ -57,7 +57,7 @@ class ValueCache:
 
 @MIXERS.register(
     "synthesizer",
-    traits=MixerTraits(causal=True, bidirectional=True, cross=False, documents=True, decode=True),
+    traits=CAUSAL_OR_BIDIRECTIONAL,
     deviations=(
         "The second factor of factorized_dense is repeated entry by entry, so that all pairs of entries occur; the "
         "paper tiles both, which gives equal scores to some columns unless a and b have no common divisor.",
@@ -77,20 +77,20 @@ class Synthesizer(ValueMixer):
         generator: Literal["dense", "factorized_dense", "random", "factorized_random"] = "dense"
         """dense: a perceptron predicts a token's row of scores; random: the scores are parameters; factorized: of two
         short vectors, or of two narrow matrices."""
-        length: int | None = Field(default=None, ge=1)
+        length: PositiveInt | None = None
         """N, positions that have scores; null: the data's sequence length."""
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """Hidden width of each head's perceptron (dense, factorized_dense); null: head_width."""
-        factor_width: int | None = Field(default=None, ge=1)
+        factor_width: PositiveInt | None = None
         """a, entries of the tiled vector (factorized_dense); null: the square root of N, rounded up. The other has
         b = N / a, rounded up."""
-        factor_columns: int | None = Field(default=None, ge=1)
+        factor_columns: PositiveInt | None = None
         """k, columns of R_1 and R_2 (factorized_random); null: 8, as the paper."""
         trainable: bool | None = None
         """Whether the scores are trained (random, factorized_random); false is the paper's Fixed Random. Null: true."""
-        scores_std: float | None = Field(default=None, gt=0)
+        scores_std: PositiveFloat | None = None
         """Standard deviation of the initial scores (random, factorized_random); null: 1."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the attention weights."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
@@ -100,7 +100,7 @@ class Synthesizer(ValueMixer):
         heads, length = config.heads, self.length
         if config.generator in ("dense", "factorized_dense"):
             hidden = config.hidden or self.head_width
-            self.up = Linear(dims.width, heads * hidden, ("heads", "width"), dims.init, bias=True)
+            self.up = Linear.from_width(dims, heads * hidden, "heads", bias=True)
             factor = config.factor_width or next(a for a in range(1, length + 1) if a * a >= length)
             sizes = {"tiled": factor, "repeated": -(-length // factor)}
             if config.generator == "dense":

@@ -18,7 +18,7 @@ class TinyAttention(Module):
         self.causal = dims.causal
         self.width = width
         # All ranks of tensor parallelism have the one head, and each writes its own channels.
-        self.qkv = Linear(dims.width, 3 * width, ("state", "width"), dims.init, bias=bias)
+        self.qkv = Linear.from_width(dims, 3 * width, "state", bias=bias)
         self.out = Linear(width, channels, ("ffn", "state"), dims.init, bias=bias)
 
     def forward(self, x: Tensor, cache: ValueCache | None) -> Tensor:

@@ -5,30 +5,30 @@
 A subclass makes the weights A_h from positions, from parameters, or from each token alone.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.errors import Problem
+from xscale.core.config import PositiveInt
 from xscale.nn.dims import Dims
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import Mixer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class ValueMixer(Mixer):
     class Config(Mixer.Config):
-        heads: int = Field(default=8, ge=1)
+        heads: PositiveInt = 8
         """H, heads of the values."""
-        head_width: int | None = Field(default=None, ge=1)
+        head_width: PositiveInt | None = None
         """K, width of a head; null: width / heads."""
         bias: bool = False
         """Whether the projections of values and output have biases."""
 
-    uses_position: ClassVar[bool] = False
-    seams: ClassVar[Seams] = {"first_head": Role.FIRST_HEAD}
+    heads_make_width = True
+    uses_position = False
+    seams = {"first_head": Role.FIRST_HEAD}
 
     def __init__(self, config: Any, dims: Dims) -> None:
         super().__init__()
@@ -37,12 +37,8 @@ class ValueMixer(Mixer):
         self.first_head = 0
         """Index in the model of the first local head: set when heads are sharded over ranks."""
         inner = config.heads * self.head_width
-        self.v = Linear(dims.width, inner, ("heads", "width"), dims.init, bias=config.bias)
-        self.o = Linear(inner, dims.width, ("width", "heads"), dims.residual_init, bias=config.bias)
-
-    @classmethod
-    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
-        return super().check(config, dims, path) + cls.check_heads(config, dims, path)
+        self.v = Linear.from_width(dims, inner, "heads", bias=config.bias)
+        self.o = Linear.to_width(dims, inner, "heads", bias=config.bias)
 
     def forward(
         self, x: Tensor, tokens: Tokens, memory: Tensor | None = None, source: Tokens | None = None

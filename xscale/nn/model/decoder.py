@@ -1,7 +1,6 @@
 """A causal language model (Radford et al. 2018): each token is predicted from the earlier ones."""
 
 from functools import partial
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.model.multi_token import MtpConfig, MultiToken
 from xscale.nn.module import name_modules
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -26,7 +25,7 @@ class Decoder(Model):
         """Multi-token prediction (DeepSeek-V3): modules behind the stack that predict further tokens in training;
         null: none."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "embed": Role.STACK_INPUT,
         "head": Role.MODEL_OUTPUT,
         "mtp": Role.ON_LAST_STAGE,

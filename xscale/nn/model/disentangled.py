@@ -8,15 +8,15 @@ third token that observes it.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import change, kinds, take
 from xscale.nn.blocks.stack import StackConfig
+from xscale.nn.depth.depth_pass import Prediction
 from xscale.nn.depth.edges import CONTENT
 from xscale.nn.head.length_head import LengthHead, LengthHeadConfig
 from xscale.nn.mixer.attention import Attention
@@ -25,10 +25,9 @@ from xscale.nn.model.model import MODELS, ModelTraits, model_dims
 from xscale.nn.module import Module, name_modules
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.learned import Sinusoidal
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import POSITIONS, Position, PositionSlot
 from xscale.nn.residual.residual_stream import RESIDUALS
-from xscale.nn.roles import Role, Seams
-from xscale.nn.signals import Signal
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -57,15 +56,15 @@ class PositionQueries(Module):
 )
 class Disentangled(EncoderDecoder):
     class Config(EncoderDecoder.Config):
-        position: Annotated[Position.Config, Slot(POSITIONS)] = Sinusoidal.Config()
+        position: PositionSlot = Sinusoidal.Config()
         """The position encoding, which the first queries are; one that is added to embeddings."""
         length_head: LengthHeadConfig | None = None
         """Predicts the length of a target from its source, for decoding; null: nothing does."""
 
-    causal: ClassVar[bool] = False
-    decoder_predicts: ClassVar[bool] = False
-    signals_of_decoder: ClassVar[tuple[Signal[Tensor], ...]] = (CONTENT,)
-    seams: ClassVar[Seams] = {"queries": Role.STACK_INPUT, "length": Role.ON_LAST_STAGE}
+    causal = False
+    decoder_predicts = False
+    signals_of_decoder = (CONTENT,)
+    seams = {"queries": Role.STACK_INPUT, "length": Role.ON_LAST_STAGE}
 
     def __init__(self, config: Config, vocabulary: int, length: int) -> None:
         super().__init__(config, vocabulary, length)
@@ -122,8 +121,7 @@ class Disentangled(EncoderDecoder):
         x = self.decoder(self.queries(content, tokens), about, memory, read)
         if self.length is not None and targets is not None:
             x = self.length.attach_loss(x, memory, read, tokens.further_loss_weight())
-        out: Tensor = self.head(x, targets, tokens)
-        return out
+        return self.predict(self.decoder, x, tokens, Prediction(self.head, targets))
 
 
 def _check_decoder(config: StackConfig, path: str) -> Iterator[Problem]:

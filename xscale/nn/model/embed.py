@@ -1,7 +1,6 @@
 """Token embeddings, with input position encodings, after global tokens if any."""
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +14,14 @@ from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.position.position import POSITIONS, Position
 from xscale.nn.random import reseed
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class Embed(Module):
     """Token ids [B, T] -> [B, M + T, D], M the global tokens."""
 
-    seams: ClassVar[Seams] = {"embed": Role.EMBEDDING}
+    seams = {"embed": Role.EMBEDDING}
     start: Parameter
     types: Parameter
 

@@ -1,12 +1,10 @@
 """A bidirectional encoder (Devlin et al. 2019): each token sees all others; trained to predict masked tokens."""
 
 from dataclasses import replace
-from typing import Annotated, ClassVar
 
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import ConfigError, Problem
 from xscale.core.requirements import change, take
 from xscale.nn.blocks.stack import Stack, StackConfig
@@ -20,8 +18,8 @@ from xscale.nn.linear import Embedding
 from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.module import name_modules
-from xscale.nn.norm.norm import NORMS, Norm
-from xscale.nn.roles import Role, Seams
+from xscale.nn.norm.norm import NormSlot
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -30,16 +28,16 @@ class Encoder(Model):
     class Config(Model.Config):
         stack: StackConfig = StackConfig()
         """The blocks."""
-        embedding_norm: Annotated[Norm.Config, Slot(NORMS)] | None = None
+        embedding_norm: NormSlot | None = None
         """Norm of the embeddings, before their dropout (as in BERT, Devlin et al. 2019); null: none."""
         transform: Activation | None = None
         """A dense layer with this activation, then the blocks' norm, before the head (as in BERT); null: none."""
         head_bias: bool = False
         """Whether the logits have a bias per vocabulary entry (as in BERT)."""
-        embedding_width: int | None = Field(default=None, ge=1)
+        embedding_width: PositiveInt | None = None
         """E, the width of the embeddings and of the head, with linear maps from and to the width of the blocks (Lan et
         al. 2020, ALBERT); null: the width."""
-        token_types: int = Field(default=0, ge=0)
+        token_types: NonNegativeInt = 0
         """Rows of a table of token types (segments, Devlin et al. 2019), of which each token's is added to its
         embedding. An objective on sentences tells the types; with others every token has the first. 0: no table."""
         sentence_head: SentenceHeadConfig | None = None
@@ -48,13 +46,13 @@ class Encoder(Model):
         boundary_head: BoundaryHeadConfig | None = None
         """Predicts each token of a masked span also by the tokens around the span (Joshi et al. 2020, SpanBERT); null:
         nothing does."""
-        global_tokens: int = Field(default=0, ge=0)
+        global_tokens: NonNegativeInt = 0
         """Learned tokens that are prepended to the text and pass through all blocks (the global memory of ETC, Ainslie
         et al. 2020, and of BigBird's extended construction): for patterns and cores whose first tokens are global."""
         global_mean: bool = False
         """Whether the mean of the text's embeddings is added to each global token (the relay of Star-Transformer)."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "embed": Role.STACK_INPUT,
         "head": Role.MODEL_OUTPUT,
         "contrast": Role.SENTENCE_LOSS,

@@ -1,12 +1,11 @@
 """Vaswani et al. 2017; Raffel et al. 2020: an encoder reads the source, a causal decoder writes the target."""
 
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
 from torch import Tensor
 
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.blocks.stack import Stack, StackConfig
@@ -17,9 +16,9 @@ from xscale.nn.model.embed import Embed
 from xscale.nn.model.model import MODELS, Model, ModelTraits, check_position, model_dims
 from xscale.nn.model.t_fixup import check_mixers, init_by_t_fixup
 from xscale.nn.module import name_modules
-from xscale.nn.norm.norm import NORMS, Norm
+from xscale.nn.norm.norm import NormSlot
 from xscale.nn.residual.residual_stream import RESIDUALS
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -33,25 +32,25 @@ class EncoderDecoder(Model):
         scale_head: bool = False
         """Whether the head's input is divided by sqrt(width), as T5 does, whose head is tied (Raffel et al. 2020)."""
 
-        embedding_norm: Annotated[Norm.Config, Slot(NORMS)] | None = None
+        embedding_norm: NormSlot | None = None
         """Norm of the embeddings of each side, before their dropout (as in BART, Lewis et al. 2020); null: none."""
         transparent: bool = False
         """Whether each decoder block attends to a learned mix of the encoder's embeddings and of the outputs of all its
         blocks, in place of the last one's (Bapna et al. 2018); the encoder's final norm is applied to each."""
-        transparent_dropout: float = Field(default=0.0, ge=0, lt=1)
+        transparent_dropout: FractionBelowOne = 0.0
         """Dropout probability of the weights of that mix."""
         init: Literal["normal", "t_fixup"] = "normal"
         """Initial weights: normal with `init_std`; t_fixup scales embeddings and linear maps by width and depth, for
         residual no_norm without warm-up (Huang et al. 2020)."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "source": Role.STACK_INPUT,
         "target": Role.STACK_INPUT,
         "encoder": Role.STACK,
         "decoder": Role.STACK,
         "head": Role.MODEL_OUTPUT,
     }
-    computed_once: ClassVar[tuple[str, ...]] = ("source", "encoder")
+    computed_once = ("source", "encoder")
     causal: ClassVar[bool] = True
     """Whether the decoder is causal."""
     decoder_predicts: ClassVar[bool] = True

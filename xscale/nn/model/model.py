@@ -3,20 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from xscale.core import config as schema
-from xscale.core.config import Slot
+from xscale.core.config import FractionBelowOne, NonNegativeFloat, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.depth.depth_pass import Prediction
 from xscale.nn.dims import Dims
 from xscale.nn.module import Part
-from xscale.nn.position.position import POSITIONS, Position
+from xscale.nn.position.position import POSITIONS, PositionSlot
 from xscale.nn.position.rope import Rope
 from xscale.nn.signals import Signal
 from xscale.nn.tokens import Tokens
@@ -35,9 +34,9 @@ class ModelTraits:
 
 
 class MupConfig(schema.Config):
-    base_width: int = Field(ge=1)
+    base_width: PositiveInt
     """Width at which learning rate and initial weights were tuned; there the parametrisation changes nothing."""
-    base_head_width: int | None = Field(default=None, ge=1)
+    base_head_width: PositiveInt | None = None
     """Width of a head at the base width; null: that of the model, so that a wider model has more heads."""
 
 
@@ -45,21 +44,21 @@ class Model(Part):
     """Built as `Model(config, vocabulary, length)`."""
 
     class Config(Part.Config):
-        width: int = Field(default=256, ge=1)
+        width: PositiveInt = 256
         """D, the width of the residual stream."""
-        position: Annotated[Position.Config, Slot(POSITIONS)] = Rope.Config()
+        position: PositionSlot = Rope.Config()
         """The position encoding."""
         tied: bool = True
         """Whether the head shares the embedding's weight."""
-        dropout: float = Field(default=0.0, ge=0, lt=1)
+        dropout: FractionBelowOne = 0.0
         """Dropout probability of the embeddings."""
         scale_embeddings: bool = False
         """Whether token embeddings are multiplied by sqrt(width) (Vaswani et al. 2017, section 3.4)."""
         fix_norm: bool = False
         """Whether the rows of the embedding and of the head are divided by their l2 norms (Nguyen and Chiang 2018)."""
-        logit_soft_cap: float | None = Field(default=None, gt=0)
+        logit_soft_cap: PositiveFloat | None = None
         """Logits become cap * tanh(logit / cap) (Gemma team 2024); null: no cap."""
-        init_std: float = Field(default=0.02, ge=0)
+        init_std: NonNegativeFloat = 0.02
         """Standard deviation of initial weights; divided by sqrt(2 depth) if they write into the residual stream."""
         mup: MupConfig | None = None
         """Maximal update parametrisation (Yang et al. 2022): initial weights, logits, attention's scores and learning

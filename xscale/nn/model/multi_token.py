@@ -9,14 +9,13 @@ token i module k has read t_{i+k}, and predicts the next one. The last k tokens 
 document, have no target k + 1 tokens ahead; they pass the blocks, and routers, as the others do.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from xscale.core.config import Config
+from xscale.core.config import Config, PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, take
 from xscale.nn.auxiliary import attach
@@ -28,21 +27,21 @@ from xscale.nn.mixer.mixer import MIXERS
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import NORMS, Norm
 from xscale.nn.residual.residual_stream import RESIDUALS
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class MtpConfig(Config):
-    depth: int = Field(default=1, ge=1)
+    depth: PositiveInt = 1
     """D, the modules: module k predicts the token k + 1 ahead."""
-    loss_weight: float = Field(default=0.3, gt=0)
+    loss_weight: PositiveFloat = 0.3
     """Lambda, the weight of the mean of the modules' losses (DeepSeek-V3: 0.3, and 0.1 late in the run)."""
 
 
 class MtpModule(Module):
     """One module: the states of the module before and the embeddings of tokens ahead -> its states."""
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "hidden_norm": Role.BETWEEN_REGIONS,
         "embedding_norm": Role.BETWEEN_REGIONS,
         "project": Role.BETWEEN_REGIONS,
@@ -70,7 +69,7 @@ class MultiToken(Module):
     """The modules, whose losses are attached to the output of the model's stack in training."""
 
     beside_stages = True
-    seams: ClassVar[Seams] = {"ahead": Role.TOKENS_AHEAD, "embed_ahead": Role.EMBEDDING_OF_IDS}
+    seams = {"ahead": Role.TOKENS_AHEAD, "embed_ahead": Role.EMBEDDING_OF_IDS}
 
     def __init__(self, config: MtpConfig, stack: StackConfig, dims: Dims) -> None:
         """`stack` is that of the model."""

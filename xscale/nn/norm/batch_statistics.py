@@ -6,7 +6,7 @@ its micro-batches, and so are the same on every layout.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import Config
+from xscale.core.config import Config, FractionBelowOne, NonNegativeInt, PositiveFloat
 from xscale.core.errors import Problem
 from xscale.core.requirements import kinds, must_divide, take
 from xscale.nn.compiling.eager import eager
@@ -22,7 +22,7 @@ from xscale.nn.forward import Stats
 from xscale.nn.init import ONES, ZEROS
 from xscale.nn.norm.norm import NORMS, Norm, NormTraits
 from xscale.nn.post_step import WeightWriter
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -55,7 +55,7 @@ def check_places(config: Any, path: str) -> list[Problem]:
 class BatchStatisticsNorm(Norm):
     """A norm with a gain, a bias and running statistics; rows are tokens that are no padding, [N, D]."""
 
-    seams: ClassVar[Seams] = {"sum_over_batch": Role.SUM_OVER_BATCH}
+    seams = {"sum_over_batch": Role.SUM_OVER_BATCH}
     keeps_precision = True
     averages_tokens = True
     averages_text = True
@@ -93,7 +93,7 @@ class BatchNorm(BatchStatisticsNorm):
     variance: Parameter
 
     class Config(Norm.Config):
-        eps: float = Field(default=1e-5, gt=0)
+        eps: PositiveFloat = 1e-5
         """Added to the variance."""
         momentum: float = Field(default=0.1, gt=0, le=1)
         """Weight of a step's statistics in the running ones."""
@@ -197,13 +197,13 @@ class PowerNorm(BatchStatisticsNorm):
     steps: Parameter
 
     class Config(Norm.Config):
-        eps: float = Field(default=1e-5, gt=0)
+        eps: PositiveFloat = 1e-5
         """Added to the quadratic mean."""
-        alpha: float = Field(default=0.9, ge=0, lt=1)
+        alpha: FractionBelowOne = 0.9
         """Decay of the running quadratic mean and of the running correction."""
-        warmup_steps: int = Field(default=100, ge=0)
+        warmup_steps: NonNegativeInt = 100
         """Steps at the start in which the running quadratic mean is the mean over all steps so far."""
-        groups: int = Field(default=1, ge=0)
+        groups: NonNegativeInt = 1
         """Groups of channels; each token is first divided by its root mean square in each group, as in the authors'
         code, without which psi must follow the growth of the layers below. 0: not divided."""
 

@@ -1,12 +1,13 @@
 """Normalisation layers by statistics of one token, x -> x: `layer`, `rms`, `ada` and `scale`."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeFloat, PositiveFloat, Slot
 from xscale.core.registry import Family
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Part
@@ -39,6 +40,8 @@ class Norm(Part, PostStepState):
 
 
 NORMS = Family("norm", NormTraits, Norm)
+NormSlot = Annotated[Norm.Config, Slot(NORMS)]
+"""A config key that holds any norm."""
 
 
 @NORMS.register("layer", traits=NormTraits(per_token=True, centred=True))
@@ -48,7 +51,7 @@ class Layer(Norm):
     weight: Parameter
 
     class Config(Norm.Config):
-        eps: float = Field(default=1e-5, ge=0)
+        eps: NonNegativeFloat = 1e-5
         """Added to the variance."""
         bias: bool = True
         """Whether a bias follows the gain."""
@@ -81,7 +84,7 @@ class Rms(Norm):
     weight: Parameter
 
     class Config(Norm.Config):
-        eps: float = Field(default=1e-6, ge=0)
+        eps: NonNegativeFloat = 1e-6
         """Added to the mean square."""
 
     def __init__(self, config: Config, width: int) -> None:
@@ -103,11 +106,11 @@ class Ada(Norm):
     """
 
     class Config(Norm.Config):
-        eps: float = Field(default=1e-5, ge=0)
+        eps: NonNegativeFloat = 1e-5
         """Added to the variance."""
-        scale: float = Field(default=1.0, gt=0)
+        scale: PositiveFloat = 1.0
         """The paper's C."""
-        slope: float = Field(default=0.1, ge=0)
+        slope: NonNegativeFloat = 0.1
         """The paper's k: how much less a value above the mean is scaled than one below."""
 
     def __init__(self, config: Config, width: int) -> None:
@@ -133,7 +136,7 @@ class Scale(Norm):
     weight: Parameter
 
     class Config(Norm.Config):
-        eps: float = Field(default=1e-5, gt=0)
+        eps: PositiveFloat = 1e-5
         """Least length that x is divided by."""
 
     def __init__(self, config: Config, width: int) -> None:

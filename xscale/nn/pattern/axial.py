@@ -1,10 +1,8 @@
 """Attention over a 2-D grid of tokens in raster order: `axial`, `ccnet` and `local_2d`."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from xscale.core.errors import Problem
+from xscale.core.config import PositiveInt
 from xscale.nn.pattern.grid import (
     Grid,
     PeriodicTokenMask,
@@ -13,7 +11,6 @@ from xscale.nn.pattern.grid import (
     shared_region_layout,
 )
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
-from xscale.nn.pattern.window import check_window
 
 CAUSAL_ALTERNATIVE = "the mixer axial, in which a token reaches all earlier ones"
 """A raster mask on rows and columns hides all that is above and to the right of a token, however many layers there
@@ -36,7 +33,7 @@ class Axial(Pattern):
     causal_alternative = CAUSAL_ALTERNATIVE
 
     class Config(Pattern.Config):
-        width: int = Field(default=64, ge=1)
+        width: PositiveInt = 64
         """Tokens in a row of the grid."""
         axis: Literal["row", "column", "alternate"] = "row"
         """Axis along which a token attends; alternate: rows in even layers, columns in odd ones."""
@@ -94,7 +91,7 @@ class CcNet(Pattern):
     causal_alternative = CAUSAL_ALTERNATIVE
 
     class Config(Pattern.Config):
-        width: int = Field(default=1024, ge=1)
+        width: PositiveInt = 1024
         """Tokens in a row of the grid."""
 
     def make_layout(self, grid: Grid) -> Layout:
@@ -121,16 +118,14 @@ class Local2d(Pattern):
     """Ramachandran et al. 2019 (stand-alone self-attention): a square of neighbours on a 2-D grid in raster order."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"side": "kernel_size"}
+        renamed = {"side": "kernel_size"}
 
-        width: int = Field(default=64, ge=1)
+        width: PositiveInt = 64
         """Tokens in a row of the grid."""
-        kernel_size: int = Field(default=7, ge=1)
+        kernel_size: PositiveInt = 7
         """k, side of the square with the query in its middle; an odd number."""
 
-    @classmethod
-    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
-        return check_window(config.kernel_size, f"{path}.kernel_size")
+    odd_keys = ("kernel_size",)
 
     def make_layout(self, grid: Grid) -> Layout:
         reach, block = self.config.kernel_size // 2, grid.block

@@ -1,16 +1,16 @@
 """Zaheer et al. 2020 (BigBird, internal construction): a sliding window, random blocks, and global blocks."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.pattern.grid import Grid
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 from xscale.nn.pattern.random import columns_to_layout, random_columns
-from xscale.nn.pattern.window import check_window, window_layout
+from xscale.nn.pattern.window import window_layout
 
 
 @PATTERNS.register(
@@ -26,23 +26,25 @@ from xscale.nn.pattern.window import check_window, window_layout
 )
 class BigBirdPattern(Pattern):
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"global_end": "global_blocks_at_end"}
+        renamed = {"global_end": "global_blocks_at_end"}
 
-        window: int = Field(default=3, ge=1)
+        window: PositiveInt = 3
         """Blocks in the window, the query's own in the middle."""
-        random_blocks: int = Field(default=1, ge=0)
+        random_blocks: NonNegativeInt = 1
         """Random blocks that each block sees besides the window and the global blocks; each head and layer has its
         own."""
-        global_blocks: int = Field(default=1, ge=0)
+        global_blocks: NonNegativeInt = 1
         """Global blocks at the start of the sequence: they see all blocks and are seen by all."""
-        global_blocks_at_end: int = Field(default=0, ge=0)
+        global_blocks_at_end: NonNegativeInt = 0
         """Global blocks at the end of the sequence (the paper: as many as at the start); bidirectional models only."""
-        seed: int = Field(default=0, ge=0)
+        seed: NonNegativeInt = 0
         """Seed of the random blocks."""
+
+    odd_keys = ("window",)
 
     @classmethod
     def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
-        problems = check_window(config.window, f"{path}.window")
+        problems = super().check(config, dims, path)
         if config.global_blocks_at_end and dims is not None and dims.causal and not dims.cross:
             what = "a causal model cannot attend to blocks at the end of the sequence"
             problems.append(Problem(f"{path}.global_blocks_at_end", what, choices=take(0)))

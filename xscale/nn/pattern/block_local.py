@@ -1,10 +1,9 @@
 """Blocks of the sequence that see one block: themselves (`block_local`), or another in each head (`blockwise`)."""
 
-from typing import ClassVar
-
 import numpy as np
 from pydantic import Field
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.nn.pattern.grid import Grid
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 
@@ -22,11 +21,11 @@ class BlockLocal(Pattern):
     """Block-local attention: the sequence is split into spans, and a span sees only itself (Liu et al. 2018)."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"span": "local_blocks"}
+        renamed = {"span": "local_blocks"}
 
-        local_blocks: int = Field(default=4, ge=1)
+        local_blocks: PositiveInt = 4
         """Blocks in a span."""
-        overlap: int = Field(default=0, ge=0)
+        overlap: NonNegativeInt = 0
         """Neighbouring spans on each side that a span also sees; 1 is the baseline of Xiong et al. 2022."""
 
     def make_layout(self, grid: Grid) -> Layout:
@@ -51,9 +50,9 @@ class Blockwise(Pattern):
     """Qiu et al. 2020 (BlockBERT): the sequence in n blocks; each head permutes them, and block i sees block pi(i)."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"pieces": "sequence_blocks"}
+        renamed = {"pieces": "sequence_blocks"}
 
-        sequence_blocks: int = Field(default=4, ge=1)
+        sequence_blocks: PositiveInt = 4
         """n, blocks of the whole sequence (a multiple of the core's blocks)."""
         shifts: tuple[int, ...] = Field(default=(0, 0, 0, 1), min_length=1)
         """Permutations, taken in turn by the heads: in a head of shift s, block i sees block (i + s) mod n."""

@@ -1,10 +1,10 @@
 """Child et al. 2019 (Sparse Transformer): `fixed` and `strided`."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import change, take
 from xscale.nn.pattern.grid import Grid, Index
@@ -32,16 +32,16 @@ class Fixed(Pattern):
     """
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "span": "local_blocks",
             "global_rows": "horizontal_global",
         }
 
-        local_blocks: int = Field(default=4, ge=1)
+        local_blocks: PositiveInt = 4
         """Blocks in a local span: its blocks see each other."""
-        global_blocks: int = Field(default=1, ge=0)
+        global_blocks: NonNegativeInt = 1
         """Blocks at the end of each span that every block sees."""
-        global_patterns: int = Field(default=1, ge=1)
+        global_patterns: PositiveInt = 1
         """Different choices of global blocks inside a span (counted from its end), taken in turn by the heads."""
         horizontal_global: bool = False
         """Whether global blocks also see all blocks; bidirectional models only."""
@@ -126,7 +126,7 @@ class Strided(Pattern):
     """Child et al. 2019 (Sparse Transformer), strided: the block and the `stride` before it, and every `stride`-th."""
 
     class Config(Pattern.Config):
-        stride: int = Field(default=4, ge=1)
+        stride: PositiveInt = 4
         """l, distance in blocks between seen blocks, and blocks of the local band on each side of the query's."""
         heads: Literal["merged", "split"] = "merged"
         """merged: each head sees band and strides; split: even heads see the band, odd heads the strides."""

@@ -1,11 +1,10 @@
 """Blocks or tokens that see all and are seen by all: `global_blocks`, and `star` with one such block."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from xscale.core.errors import Problem
+from xscale.core.config import PositiveInt
 from xscale.nn.pattern.grid import Grid, TokenMask
 from xscale.nn.pattern.pattern import (
     PATTERNS,
@@ -16,7 +15,6 @@ from xscale.nn.pattern.pattern import (
     PatternTraits,
     TokenIndex,
 )
-from xscale.nn.pattern.window import check_window
 
 
 @PATTERNS.register(
@@ -37,7 +35,7 @@ class GlobalBlocks(Pattern):
     """
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "places": "global_block_indices",
             "rows": "horizontal_global",
         }
@@ -116,12 +114,10 @@ class Star(Pattern):
     see."""
 
     class Config(Pattern.Config):
-        window: int = Field(default=3, ge=1)
+        window: PositiveInt = 3
         """Blocks of the ring that a block sees, its own in the middle; an odd number."""
 
-    @classmethod
-    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
-        return check_window(config.window, f"{path}.window")
+    odd_keys = ("window",)
 
     def make_layout(self, grid: Grid) -> Layout:
         # Block 0 is the relay; the ring closes over the others.

@@ -1,10 +1,10 @@
 """Parmar et al. 2018 (Image Transformer), local attention in images: `image_1d` and `image_2d`."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import must_divide
 from xscale.nn.pattern.grid import Grid, TokenMask, region_layout
@@ -25,11 +25,11 @@ class Image1d(Pattern):
     it."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"query": "query_length", "memory": "memory_length"}
+        renamed = {"query": "query_length", "memory": "memory_length"}
 
-        query_length: int = Field(default=256, ge=1)
+        query_length: PositiveInt = 256
         """l_q, tokens of a query block: pixels in raster order, each channel a token."""
-        memory_length: int = Field(default=256, ge=0)
+        memory_length: NonNegativeInt = 256
         """l_m, tokens before the query block that all its queries see besides their own block."""
 
     def make_layout(self, grid: Grid) -> Layout:
@@ -68,15 +68,15 @@ class Image2d(Pattern):
     """
 
     class Config(Pattern.Config):
-        width: int = Field(default=64, ge=1)
+        width: PositiveInt = 64
         """Tokens in a row of the image."""
-        query_width: int = Field(default=8, ge=1)
+        query_width: PositiveInt = 8
         """Tokens in a row of a query rectangle; divides the image's width."""
-        query_height: int = Field(default=8, ge=1)
+        query_height: PositiveInt = 8
         """Rows of a query rectangle."""
-        memory_width: int = Field(default=4, ge=0)
+        memory_width: NonNegativeInt = 4
         """Columns of memory on the left and on the right of the rectangle."""
-        memory_height: int = Field(default=4, ge=0)
+        memory_height: NonNegativeInt = 4
         """Rows of memory above it."""
 
     @classmethod

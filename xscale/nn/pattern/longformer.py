@@ -4,11 +4,7 @@ The layout is that of DeepSpeed's documented `BSLongformerSparsityConfig`, block
 window in tokens. The mixer `longformer` has the paper's second projections for the global tokens.
 """
 
-from typing import Any, ClassVar
-
-from pydantic import Field
-
-from xscale.core.errors import Problem
+from xscale.core.config import PositiveInt
 from xscale.nn.pattern.global_blocks import global_tokens
 from xscale.nn.pattern.grid import Grid
 from xscale.nn.pattern.pattern import (
@@ -20,7 +16,7 @@ from xscale.nn.pattern.pattern import (
     PatternTraits,
     TokenIndex,
 )
-from xscale.nn.pattern.window import check_window, window_layout
+from xscale.nn.pattern.window import window_layout
 
 
 @PATTERNS.register(
@@ -38,18 +34,16 @@ from xscale.nn.pattern.window import check_window, window_layout
 )
 class LongformerPattern(Pattern):
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"global_blocks": "global_block_indices"}
+        renamed = {"global_blocks": "global_block_indices"}
 
-        window: int = Field(default=3, ge=1)
+        window: PositiveInt = 3
         """Blocks in the window, the query's own in the middle."""
         global_block_indices: tuple[BlockIndex, ...] = (0,)
         """Indices of the global blocks; those beyond the end of the sequence are ignored."""
         global_token_indices: tuple[TokenIndex, ...] = ()
         """Indices of single global tokens, whose neighbours in the block are not global."""
 
-    @classmethod
-    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
-        return check_window(config.window, f"{path}.window")
+    odd_keys = ("window",)
 
     def make_layout(self, grid: Grid) -> Layout:
         seen = self._block_layout(grid)

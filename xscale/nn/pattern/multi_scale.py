@@ -8,11 +8,12 @@ so that lower layers have more heads of small scales, and high layers about as m
 """
 
 import math
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
+from xscale.core.config import NonNegativeFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.pattern.grid import Grid, Index, TokenMask
@@ -35,12 +36,10 @@ from xscale.nn.pattern.pattern import PATTERNS, Layout, MaskedLayout, Pattern, P
 )
 class MultiScale(Pattern):
     class Config(Pattern.Config):
-        scales: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-            default=(1, 3, 16, 32, 64), min_length=1
-        )
+        scales: tuple[PositiveInt, ...] = Field(default=(1, 3, 16, 32, 64), min_length=1)
         """Scales in tokens, ascending: 2 * (scale // 2) + 1 tokens are seen, the query's own in the middle; causal
         models see the left half. The paper has 1, 3, N/16, N/8 and N/4 for sequences of N tokens."""
-        alpha: float = Field(default=0.6, ge=0)
+        alpha: NonNegativeFloat = 0.6
         """How much lower layers prefer small scales; with 0 all layers have as many heads of each scale."""
 
     @classmethod

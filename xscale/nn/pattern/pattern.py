@@ -5,17 +5,17 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
 from xscale.core import config as schema
+from xscale.core.config import NonNegativeInt, Slot
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
-from xscale.core.requirements import kinds
+from xscale.core.requirements import kinds, must_be_odd
 from xscale.nn.pattern.grid import Grid, TokenMask
 
-BlockIndex = Annotated[int, Field(ge=0)]
+BlockIndex = NonNegativeInt
 """Index of a block, counted from the start of the sequence."""
-TokenIndex = Annotated[int, Field(ge=0)]
+TokenIndex = NonNegativeInt
 """Index of a token, counted from the start of the sequence."""
 Layout = npt.NDArray[np.bool_]
 MaskedLayout = tuple[Layout, TokenMask | None]
@@ -47,6 +47,8 @@ class Pattern:
     class Config(schema.Config):
         pass
 
+    odd_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of the config that count blocks or tokens around the query's own, which is in the middle."""
     causal_alternative: ClassVar[str] = ""
     """Part to take in a causal model instead of this pattern, if it is not another pattern."""
 
@@ -56,7 +58,8 @@ class Pattern:
     @classmethod
     def check(cls, config: Any, dims: Any, path: str) -> list[Problem]:
         """Return every problem of `config` within a model of `dims`; `path` is the config's dotted path."""
-        return []
+        counts = {f"{path}.{key}": getattr(config, key) for key in cls.odd_keys}
+        return [problem for key, count in counts.items() for problem in must_be_odd(key, count)]
 
     @property
     def counts_blocks(self) -> bool:
@@ -95,6 +98,8 @@ class Pattern:
 
 
 PATTERNS = Family("pattern", PatternTraits, Pattern)
+PatternSlot = Annotated[Pattern.Config, Slot(PATTERNS)]
+"""A config key that holds any pattern."""
 
 
 def check_pattern(config: schema.Config, dims: Any, path: str) -> list[Problem]:

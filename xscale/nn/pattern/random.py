@@ -1,11 +1,9 @@
 """Random attention: each block sees a few blocks drawn once, by a seed (the random part of Zaheer et al. 2020)."""
 
-from typing import ClassVar
-
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.nn.pattern.grid import Grid, Index
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 
@@ -68,12 +66,12 @@ def _mix(value: _Bits | np.uint64) -> _Bits:
 )
 class RandomPattern(Pattern):
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"count": "random_blocks"}
+        renamed = {"count": "random_blocks"}
 
-        random_blocks: int = Field(default=3, ge=1)
+        random_blocks: PositiveInt = 3
         """Random blocks that each block sees, different for each head and layer; causal models also see their own
         block."""
-        seed: int = Field(default=0, ge=0)
+        seed: NonNegativeInt = 0
         """Seed of the random blocks."""
 
     @property

@@ -1,10 +1,9 @@
 """Patterns made of patterns: `union` and `intersection`."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
-from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.nn.pattern.fixed import Strided
 from xscale.nn.pattern.global_blocks import GlobalBlocks
@@ -14,6 +13,7 @@ from xscale.nn.pattern.pattern import (
     Layout,
     MaskedLayout,
     Pattern,
+    PatternSlot,
     PatternTraits,
     check_pattern,
 )
@@ -54,9 +54,9 @@ class UnionPattern(PatternOfPatterns):
     """Union of patterns: a key is seen where any pattern shows it (compound patterns, Lin et al. 2022, section 4.1)."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"parts": "patterns"}
+        renamed = {"parts": "patterns"}
 
-        patterns: tuple[Annotated[Pattern.Config, Slot(PATTERNS)], ...] = Field(
+        patterns: tuple[PatternSlot, ...] = Field(
             default=(Window.Config(), GlobalBlocks.Config()), min_length=1
         )
         """Patterns of which any may show a key."""
@@ -86,9 +86,9 @@ class IntersectionPattern(PatternOfPatterns):
     window."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {"parts": "patterns"}
+        renamed = {"parts": "patterns"}
 
-        patterns: tuple[Annotated[Pattern.Config, Slot(PATTERNS)], ...] = Field(
+        patterns: tuple[PatternSlot, ...] = Field(
             default=(Window.Config(window=17), Strided.Config()), min_length=1
         )
         """Patterns that must all show a key."""

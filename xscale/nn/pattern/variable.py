@@ -3,11 +3,12 @@
 For its random blocks, combine this pattern with `random` in `union`.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.pattern.grid import Grid
@@ -25,20 +26,18 @@ from xscale.nn.pattern.pattern import PATTERNS, BlockIndex, Layout, Pattern, Pat
 )
 class Variable(Pattern):
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "spans": "local_window_blocks",
             "global_blocks": "global_block_indices",
             "global_ends": "global_block_end_indices",
             "global_rows": "horizontal_global",
         }
 
-        local_window_blocks: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-            default=(2, 4), min_length=1
-        )
+        local_window_blocks: tuple[PositiveInt, ...] = Field(default=(2, 4), min_length=1)
         """Blocks in each local span from the start; the last number holds for all further spans."""
         global_block_indices: tuple[BlockIndex, ...] = (0,)
         """Indices of the global blocks; with `global_block_end_indices`, the first block of each global range."""
-        global_block_end_indices: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+        global_block_end_indices: tuple[PositiveInt, ...] | None = None
         """End (exclusive) of each global range; null: ranges of one block."""
         horizontal_global: bool = False
         """Whether global blocks also see all blocks; bidirectional models only."""

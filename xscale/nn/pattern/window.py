@@ -1,12 +1,8 @@
 """Sliding windows: `window` in blocks, `band` in tokens, and `dilated`."""
 
-from typing import Any, ClassVar
-
 import numpy as np
-from pydantic import Field
 
-from xscale.core.errors import Problem
-from xscale.core.requirements import take
+from xscale.core.config import NonNegativeInt, PositiveInt
 from xscale.nn.pattern.grid import Grid, Index, TokenMask
 from xscale.nn.pattern.pattern import PATTERNS, Layout, Pattern, PatternTraits
 
@@ -21,12 +17,10 @@ class Window(Pattern):
     """Sliding window: each block sees its neighbours (Parmar et al. 2018; Beltagy et al. 2020, section 3.1)."""
 
     class Config(Pattern.Config):
-        window: int = Field(default=3, ge=1)
+        window: PositiveInt = 3
         """Blocks in the window, an odd number with the query's own in the middle; causal models see the left half."""
 
-    @classmethod
-    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
-        return check_window(config.window, f"{path}.window")
+    odd_keys = ("window",)
 
     def make_layout(self, grid: Grid) -> Layout:
         return window_layout(grid, self.config.window)
@@ -36,19 +30,6 @@ def window_layout(grid: Grid, window: int) -> Layout:
     """[1, rows, N], true where row and column are at most window // 2 blocks apart."""
     seen: Layout = (abs(grid.row - grid.column) <= window // 2)[None]
     return seen
-
-
-def check_window(window: int, path: str) -> list[Problem]:
-    """Return a problem if `window` is not a positive odd number: the query's own block is in its middle."""
-    if window >= 1 and window % 2:
-        return []
-    return [
-        Problem(
-            path,
-            f"must be odd and positive, got {window}",
-            choices=take(max(1, window + 1 - window % 2)),
-        )
-    ]
 
 
 @PATTERNS.register(
@@ -68,9 +49,9 @@ class Band(Pattern):
     """
 
     class Config(Pattern.Config):
-        left: int = Field(default=127, ge=0)
+        left: NonNegativeInt = 127
         """Keys seen before the query's own position."""
-        right: int = Field(default=127, ge=0)
+        right: NonNegativeInt = 127
         """Keys seen after the query's own position; none in causal models."""
 
     def make_layout(self, grid: Grid) -> Layout:
@@ -101,27 +82,25 @@ class Dilated(Pattern):
     """Dilated sliding window, whose dilation and width may grow with depth (Beltagy et al. 2020, section 3.1)."""
 
     class Config(Pattern.Config):
-        renamed: ClassVar[dict[str, str]] = {
+        renamed = {
             "gap": "dilation",
             "gap_grows": "dilation_growth",
             "window_grows": "window_growth",
             "heads": "dilated_heads",
         }
 
-        window: int = Field(default=5, ge=1)
+        window: PositiveInt = 5
         """Blocks in the window, the query's own in the middle; causal models see the left half."""
-        dilation: int = Field(default=2, ge=1)
+        dilation: PositiveInt = 2
         """Distance in blocks between seen blocks in the first layer; 1 is a plain window."""
-        dilation_growth: int = Field(default=0, ge=0)
+        dilation_growth: NonNegativeInt = 0
         """Blocks added to the dilation from layer to layer."""
-        window_growth: int = Field(default=0, ge=0)
+        window_growth: NonNegativeInt = 0
         """Blocks added to the window on each side from layer to layer."""
-        dilated_heads: int | None = Field(default=None, ge=0)
+        dilated_heads: NonNegativeInt | None = None
         """Number of dilated heads, counted from the first; the others have a plain window. null: all heads."""
 
-    @classmethod
-    def check(cls, config: Config, dims: Any, path: str) -> list[Problem]:
-        return check_window(config.window, f"{path}.window")
+    odd_keys = ("window",)
 
     @property
     def differs_by_head(self) -> bool:

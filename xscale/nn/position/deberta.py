@@ -6,18 +6,15 @@ and keys. DeBERTa v2 has k buckets of distances on either side: half of them hol
 grow exponentially up to `distance`. All layers have the same table: `shared`.
 """
 
-from typing import Annotated
-
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.requirements import take
 from xscale.nn.dims import Dims
-from xscale.nn.norm.norm import NORMS, Norm
+from xscale.nn.norm.norm import NORMS, Norm, NormSlot
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
@@ -45,7 +42,7 @@ class Deberta(Position):
         """k: buckets of distances on either side, as in DeBERTa v2; null: a row for each distance below `distance`."""
         distance: int = Field(default=512, ge=2)
         """Distances that are told apart: all farther ones are the last."""
-        norm: Annotated[Norm.Config, Slot(NORMS)] | None = None
+        norm: NormSlot | None = None
         """Norm of each row of the table, as in the released DeBERTa v2; null: none."""
         shared: bool = False
         """Whether all blocks of a stack have one table, as in DeBERTa; false: each block has its own."""

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.nn.compiling.eager import eager
 from xscale.nn.dims import Dims
 from xscale.nn.init import ZEROS, Init
@@ -77,11 +77,11 @@ class Floater(Position):
     initial: Parameter
 
     class Config(Position.Config):
-        interval: float = Field(default=0.01, gt=0)
+        interval: PositiveFloat = 0.01
         """Time between two tokens."""
-        steps: int = Field(default=1, ge=1)
+        steps: PositiveInt = 1
         """Steps of the solver between two tokens."""
-        hidden: int | None = Field(default=None, ge=1)
+        hidden: PositiveInt | None = None
         """Hidden width of h; null: the model's width."""
 
     def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:

@@ -4,10 +4,10 @@ Attention weights are multiplied by exp(-|w d^2 + b|) at distance d, since softm
 scores. w >= 0 sets the width of the bell, and b <= 0 lowers the weight of the token itself.
 """
 
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveFloat
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits
@@ -29,7 +29,7 @@ class Gaussian(Position):
     offset: Parameter
 
     class Config(Position.Config):
-        sigma: float = Field(default=8.0, gt=0)
+        sigma: PositiveFloat = 8.0
         """Standard deviation of the bell before training, in tokens."""
 
     def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:

@@ -2,12 +2,11 @@
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
-from xscale.core.requirements import take
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits, check_table_length
@@ -23,7 +22,7 @@ class Learned(Position):
     weight: Parameter
 
     class Config(Position.Config):
-        length: int | None = Field(default=None, ge=1)
+        length: PositiveInt | None = None
         """Positions in the table; null: the data's sequence length."""
 
     def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
@@ -48,24 +47,14 @@ class Sinusoidal(Position):
     """Vaswani et al. 2017, section 3.5: fixed sines and cosines of geometric wavelengths, added to the embeddings."""
 
     class Config(Position.Config):
-        base: float = Field(default=10000.0, gt=0)
+        base: PositiveFloat = 10000.0
         """Ratio of the longest to the shortest wavelength, which is 2 pi."""
 
     def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:
         super().__init__()
         self.base = config.base
 
-    @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        if dims.width % 2:
-            return [
-                Problem(
-                    path,
-                    f"needs an even width, got width={dims.width}",
-                    choices=take(dims.width + 1, key="model.width"),
-                )
-            ]
-        return []
+    needs_even_width = True
 
     def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
         half = x.shape[-1] // 2

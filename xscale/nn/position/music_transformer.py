@@ -4,10 +4,10 @@ The score of query i and key j is q_i (k_j + e_ij) / sqrt(K), where e_ij is the 
 distance j - i. The products of queries and table are skewed to queries and keys.
 """
 
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.position.distance_tables import DistanceTables
@@ -25,7 +25,7 @@ class MusicTransformer(Position):
     table: Parameter
 
     class Config(Position.Config):
-        length: int | None = Field(default=None, ge=1)
+        length: PositiveInt | None = None
         """Distances from 0 on that have an embedding; null: the data's sequence length. Longer sequences fail."""
 
     def __init__(self, config: Config, dims: Dims, heads: int = 0, head_width: int = 0) -> None:

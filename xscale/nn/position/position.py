@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
+from xscale.core.config import Slot
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.core.requirements import at_least, kinds, take
@@ -13,7 +14,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.module import Part
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs, PositionPairs
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -35,7 +36,7 @@ class PositionTraits:
 class Position(Part):
     """Built as `Position(config, dims, heads, head_width)`; heads and head_width are 0 where it acts on the input."""
 
-    seams: ClassVar[Seams] = {"bias": Role.SCORE_BIAS, "embed": Role.POSITION_EMBEDDING}
+    seams = {"bias": Role.SCORE_BIAS, "embed": Role.POSITION_EMBEDDING}
     adds_bias = False
     """Whether `bias` returns a tensor: where = bias."""
     adds_scores = False
@@ -56,11 +57,20 @@ class Position(Part):
     """Whether all mixers of a stack have this part's parameters in common."""
     has_heads = True
     """Whether its parameters are of a number of heads, so that mixers with others cannot share them."""
+    needs_even_width = False
+    """Whether a model of odd width cannot have it."""
 
     @classmethod
     def adds_values_of(cls, config: Any) -> bool:
         """`adds_values` of the part with `config`."""
         return cls.adds_values
+
+    @classmethod
+    def check(cls, config: Any, dims: Dims, path: str) -> list[Problem]:
+        if not cls.needs_even_width or dims.width % 2 == 0:
+            return []
+        choices = take(dims.width + 1, key="model.width")
+        return [Problem(path, f"needs an even width, got width={dims.width}", choices=choices)]
 
     def embed(self, x: Tensor, tokens: Tokens) -> Tensor:
         """[B, T, D] -> [B, T, D]: where = input. It reads what the tokens have for each token alone, and the cache.
@@ -182,6 +192,8 @@ def check_table_length(length: int | None, dims: Dims, path: str) -> list[Proble
 
 
 POSITIONS = Family("position", PositionTraits, Position)
+PositionSlot = Annotated[Position.Config, Slot(POSITIONS)]
+"""A config key that holds any position."""
 
 
 @POSITIONS.register(

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import at_least
 from xscale.nn.dims import Dims
@@ -29,7 +30,7 @@ class Relative(Position):
     class Config(Position.Config):
         buckets: int = Field(default=32, ge=4)
         """Learned biases per head and table."""
-        distance: int = Field(default=128, ge=1)
+        distance: PositiveInt = 128
         """All distances from this one on share a bucket."""
         shared: bool = False
         """Whether all blocks of a stack have one table, as in T5; false: each block has its own."""

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xscale.core.config import Config as Schema
+from xscale.core.config import PositiveFloat, PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import change, take
 from xscale.nn.dims import Dims
@@ -38,19 +39,19 @@ class RopeScaling(Schema):
     ramp over the channels between divided and unchanged frequencies, and scores scaled up (Peng et al. 2024)."""
     factor: float = Field(ge=1)
     """Factor by which texts may be longer than the original length."""
-    original_length: int | None = Field(default=None, ge=1)
+    original_length: PositiveInt | None = None
     """Tokens of the longest text before scaling, which all methods but linear need."""
-    low_frequency: float = Field(default=1.0, gt=0)
+    low_frequency: PositiveFloat = 1.0
     """llama3: wavelengths above original_length / low_frequency are multiplied by the factor."""
-    high_frequency: float = Field(default=4.0, gt=0)
+    high_frequency: PositiveFloat = 4.0
     """llama3: wavelengths below original_length / high_frequency are unchanged; those between are interpolated."""
-    beta_fast: float = Field(default=32.0, gt=0)
+    beta_fast: PositiveFloat = 32.0
     """yarn: channels with more rotations than this in the original length are unchanged."""
-    beta_slow: float = Field(default=1.0, gt=0)
+    beta_slow: PositiveFloat = 1.0
     """yarn: frequencies of channels with fewer rotations than this in the original length are divided."""
     truncate: bool = True
     """yarn: whether the ramp begins and ends at whole channels."""
-    attention_factor: float | None = Field(default=None, gt=0)
+    attention_factor: PositiveFloat | None = None
     """yarn: factor of rotated queries and of rotated keys; null: 0.1 ln(factor) + 1."""
 
 
@@ -64,7 +65,7 @@ class RopeScaling(Schema):
 )
 class Rope(Position):
     class Config(Position.Config):
-        base: float = Field(default=10000.0, gt=0)
+        base: PositiveFloat = 10000.0
         """Ratio of the longest to the shortest wavelength, which is 2 pi."""
         fraction: float = Field(default=1.0, gt=0, le=1)
         """Fraction of the head's channels that are rotated; the rest carry no position."""

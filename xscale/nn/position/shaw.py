@@ -5,10 +5,10 @@ the row of a table [2k + 1, K] for the distance j - i, clipped to [-k, k]. All h
 """
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.nn.dims import Dims
 from xscale.nn.position.distance_tables import DistanceTables
 from xscale.nn.position.pairs import Pairs
@@ -25,7 +25,7 @@ class Shaw(Position):
     value_table: Parameter
 
     class Config(Position.Config):
-        distance: int = Field(default=16, ge=1)
+        distance: PositiveInt = 16
         """k: farther distances have the embedding of this one."""
         values: bool = True
         """Whether the values have embeddings of the distance too; without them the core keeps no attention weights."""

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
-from xscale.core.errors import Problem
-from xscale.core.requirements import take
+from xscale.core.config import PositiveFloat
 from xscale.nn.dims import Dims
 from xscale.nn.module import Module
 from xscale.nn.position.distance_tables import DistanceTables
@@ -67,7 +65,7 @@ class TransformerXl(Position):
     position_bias: Parameter
 
     class Config(Position.Config):
-        base: float = Field(default=10000.0, gt=0)
+        base: PositiveFloat = 10000.0
         """Ratio of the longest to the shortest wavelength, which is 2 pi."""
         shared_biases: bool = False
         """Whether all blocks of a stack have one u and v, as in the paper; false: each block has its own, as XLNet."""
@@ -86,17 +84,7 @@ class TransformerXl(Position):
         for name in ("content_bias", "position_bias"):
             owner.declare(name, (heads, head_width), ("heads", "state"), dims.init, decays=False)
 
-    @classmethod
-    def check(cls, config: Config, dims: Dims, path: str) -> list[Problem]:
-        if dims.width % 2:
-            return [
-                Problem(
-                    path,
-                    f"needs an even width, got width={dims.width}",
-                    choices=take(dims.width + 1, key="model.width"),
-                )
-            ]
-        return []
+    needs_even_width = True
 
     def scores(self, q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
         u, v, weight = self._weights_of_heads(pairs)

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.nn.dims import Dims
 from xscale.nn.position.position import POSITIONS, Position, PositionTraits, check_table_length
@@ -38,7 +39,7 @@ class Tupe(Position):
     to_cls: Parameter
 
     class Config(Position.Config):
-        length: int | None = Field(default=None, ge=1)
+        length: PositiveInt | None = None
         """Positions in the table; null: the data's sequence length. Longer sequences fail."""
         untied_cls: bool = True
         """Whether the scores of a document's first token, [CLS], do not depend on positions."""
@@ -46,7 +47,7 @@ class Tupe(Position):
         """Whether a bias by buckets of distances is added (TUPE-R); false: TUPE-A."""
         buckets: int = Field(default=32, ge=4)
         """Learned biases per head for distances."""
-        distance: int = Field(default=128, ge=1)
+        distance: PositiveInt = 128
         """All distances from this one on share a bucket."""
         shared: bool = False
         """Whether all blocks of a stack have the same parameters, as in the paper; false: each block has its own."""

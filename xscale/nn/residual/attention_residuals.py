@@ -7,13 +7,13 @@ from its second sublayer on. w_l [D] is learned for each sublayer, and one more 
 the full attention residuals, a larger S the paper's blocks of them.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import PositiveInt
 from xscale.core.errors import Problem
 from xscale.core.requirements import divisors, take
 from xscale.nn.dims import Dims
@@ -27,7 +27,7 @@ from xscale.nn.residual.residual_stream import (
     ResidualTraits,
 )
 from xscale.nn.residual.sublayer import Sublayer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 Written = tuple[Tensor, ...]
@@ -38,7 +38,7 @@ class DepthMixture(Module):
     """Softmax attention of one learned query over the blocks, of each token by itself."""
 
     # The role of its parameters is that of the norm's too: sequence parallelism sums the gradients of both.
-    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
+    seams = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     query: Parameter
     key_norm: Norm
 
@@ -87,12 +87,12 @@ class AttentionResiduals(ResidualStream):
     """Kimi Team 2026: each sublayer reads a softmax mixture of what all earlier blocks have written."""
 
     class Config(ResidualStream.Config):
-        sublayers: int = Field(default=2, ge=1)
+        sublayers: PositiveInt = 2
         """S, the sublayers of a block, whose outputs are added up; 1: later ones read each output by itself."""
         placement: AddingPlacement = "pre"
         """The residual stream whose norms the sublayers have."""
 
-    seams: ClassVar[Seams] = {"output_mixture": Role.ON_LAST_STAGE}
+    seams = {"output_mixture": Role.ON_LAST_STAGE}
     sublayer = MixingSublayer
     skippable = False
     form = "attention residuals have a tensor of each block"

@@ -6,28 +6,28 @@
 b_g > 0 begins near the identity (sections 3.1 and 3.2, TrXL-I with gates).
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeFloat
 from xscale.nn.dims import Dims
 from xscale.nn.init import Init
 from xscale.nn.module import Module
 from xscale.nn.residual.placement import NORM, Placement
 from xscale.nn.residual.residual_stream import RESIDUALS, ResidualStream, ResidualTraits
 from xscale.nn.residual.sublayer import Sublayer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class GruGate(Module):
     """The gate of one sublayer."""
 
-    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
+    seams = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     of_output: Parameter
     of_stream: Parameter
     candidate: Parameter
@@ -76,7 +76,7 @@ class GatedSublayer(Sublayer):
 )
 class GruGated(ResidualStream):
     class Config(ResidualStream.Config):
-        bias: float = Field(default=2.0, ge=0)
+        bias: NonNegativeFloat = 2.0
         """Initial b_g; above 0 the stream mostly stays as it is at first."""
 
     sublayer = GatedSublayer

@@ -15,7 +15,9 @@ identity for sublayer k, one weight of each kind for all streams, and layer norm
 
 Sinkhorn's iteration divides columns and rows by their sums in turn, so that R is doubly stochastic: a mean of the
 streams stays what it was. Its norm is of the root mean square of the vector. Both begin with n copies of the embeddings
-and end with the sum of the streams. Weight decay is for the maps w, W, not for what is static (Zhu et al., section 4).
+and end with the sum of the streams. Weight decay is for what depends on the token, the maps w, W and their factors s,
+and not for the static p_0, R_0, b_0 (Zhu et al., section 4, "Implementation"). Xie et al. (table 5) give one weight
+decay and no exceptions; here it is for the maps W, and DeepSeek-V4 (section 2.4) treats biases and factors a apart too.
 """
 
 import math
@@ -27,6 +29,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Parameter
 
+from xscale.core.config import NonNegativeFloat
 from xscale.nn.dims import Dims
 from xscale.nn.init import ONES, ZEROS, Init
 from xscale.nn.module import Module
@@ -37,7 +40,7 @@ from xscale.nn.residual.residual_stream import (
     ResidualTraits,
 )
 from xscale.nn.residual.sublayer import Sublayer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 Weights = tuple[Tensor, Tensor, Tensor]
@@ -47,7 +50,7 @@ Weights = tuple[Tensor, Tensor, Tensor]
 class ConnectionWeights(Module):
     """The weights of one sublayer for each token's streams."""
 
-    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
+    seams = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
 
     def forward(self, streams: Tensor) -> Weights:
         """Streams [B, T, n, D] -> the weights, in float32 at least."""
@@ -82,9 +85,7 @@ class FreeWeights(ConnectionWeights):
         self.declare("read_map", (1, dims.width), ("state", "width"), ZEROS)
         self.declare("write_map", (1, dims.width), ("state", "width"), ZEROS)
         self.declare("mix_map", (count, dims.width), ("state", "width"), ZEROS)
-        self.declare(
-            "scale", (2,), state, Init("constant", value=config.initial_scale), decays=False
-        )
+        self.declare("scale", (2,), state, Init("constant", value=config.initial_scale))
 
     def forward(self, streams: Tensor) -> Weights:
         normed = F.layer_norm(upcast(streams), streams.shape[-1:], eps=1e-6)
@@ -207,7 +208,7 @@ class SeveralStreams(ResidualStream):
         """n, the residual streams: the expansion rate."""
         placement: AddingPlacement = "pre"
         """The residual stream whose norms the sublayers have."""
-        initial_scale: float = Field(default=0.01, ge=0)
+        initial_scale: NonNegativeFloat = 0.01
         """Initial factor of what depends on the token in the weights of the streams."""
 
     sublayer = HyperConnected
@@ -241,7 +242,8 @@ class SeveralStreams(ResidualStream):
     traits=ResidualTraits(hidden_states=False),
     deviations=(
         "The layer norm of the streams before their weights has no gain and no bias.",
-        "Weights that write into the streams are initialised as usual, not scaled by the square root of their number.",
+        "Weights that write into the streams are initialised as usual; the paper scales their standard deviation by "
+        "the square root of the number of streams.",
     ),
 )
 class HyperConnections(SeveralStreams):
@@ -255,6 +257,7 @@ class HyperConnections(SeveralStreams):
         "The initial biases are not the paper's: a sublayer first reads the mean of the streams, writes its output to "
         "all, and a stream keeps nearly its own.",
         "The output is the sum of the streams, as in hyper-connections; DeepSeek-V4 weighs them by a map of their own.",
+        "Weight decay is for the maps alone; the paper names no exceptions from its own.",
         "Sinkhorn's iteration is in the logarithm, without the small number that the code of DeepSeek-V4 adds to sums.",
     ),
 )

@@ -1,21 +1,19 @@
 """Learned factors of a sublayer's output (ReZero) and of its residual connection (Admin)."""
 
-from typing import ClassVar
-
 from torch import Tensor
 from torch.nn import Parameter
 
 from xscale.core.requirements import KeyNeed
 from xscale.nn.init import ONES, ZEROS
 from xscale.nn.module import Module
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
 class ResidualWeight(Module):
     """The factor alpha of a residual branch, one scalar that starts at 0 (Bachlechner et al. 2021, ReZero)."""
 
-    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
+    seams = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     weight: Parameter
 
     def __init__(self) -> None:
@@ -33,7 +31,7 @@ class ResidualGain(Module):
     A training run gives them other values before its first step; see `xscale.train.residual_gains`.
     """
 
-    seams: ClassVar[Seams] = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
+    seams = {"param_hook": Role.PARAMETERS_BETWEEN_REGIONS}
     weight: Parameter
 
     def __init__(self, width: int) -> None:

@@ -19,7 +19,7 @@ from xscale.nn.dims import Dims
 from xscale.nn.module import Part
 from xscale.nn.residual.placement import Placement
 from xscale.nn.residual.sublayer import Sublayer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ResidualStream(Part):
     class Config(schema.Config):
         pass
 
-    seams: ClassVar[Seams] = {"begin": Role.STREAM_START}
+    seams = {"begin": Role.STREAM_START}
     sublayer: ClassVar[type[Sublayer]] = Sublayer
     """Class of its sublayers."""
     own_placement: ClassVar[Placement] = Placement()

@@ -5,7 +5,7 @@ inputs can be computed from outputs, X2 = Y2 - FFN(Y1) and X1 = Y1 - Attention(X
 (`xscale.parallel.reversible`).
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from xscale.nn.residual.residual_stream import (
     ResidualTraits,
 )
 from xscale.nn.residual.sublayer import Sublayer
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -41,7 +41,7 @@ def upcast_copy(x: Tensor) -> Tensor:
 class ReversibleSublayer(Sublayer):
     """Adds to the first stream what it makes of the second, and swaps them."""
 
-    seams: ClassVar[Seams] = {"add_branch": Role.RESIDUAL_SUM}
+    seams = {"add_branch": Role.RESIDUAL_SUM}
 
     def forward(
         self,

@@ -1,6 +1,6 @@
 """A mixer or feed-forward part on the residual stream: the base class of the sublayers of all residual streams."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from xscale.nn.mixer.mixer import Mixer
 from xscale.nn.module import Module
 from xscale.nn.norm.norm import Norm
 from xscale.nn.residual.placement import Around, Placement
-from xscale.nn.roles import Role, Seams
+from xscale.nn.roles import Role
 from xscale.nn.tokens import Tokens
 
 
@@ -21,7 +21,7 @@ class Sublayer(Module):
     parameters of its own. What stands around the part, such as norms, is in `placement`.
     """
 
-    seams: ClassVar[Seams] = {
+    seams = {
         "random": Role.DRAWS_BETWEEN_REGIONS,
         "norm": Role.BETWEEN_REGIONS,
         "after": Role.BETWEEN_REGIONS,

@@ -255,6 +255,7 @@ STATISTIC_NOTES = {
     "load_max": "Near 1 is good: load of the busiest expert over the mean, which the slowest rank waits for.",
     "load_p50": "Near 1 is good: load of the median expert over the mean; near 0 most experts are idle.",
     "load_p95": "Near 1 is good: load over the mean that 95 % of the experts do not exceed.",
+    "replaced": "Near 0 is good: fraction of tokens whose given experts are not those that the router would choose.",
     "steps": "Fewer is cheaper: mean steps of a token through the shared block.",
     "z": "Small and steady is good: squared log-sum of the router's logits, which grow before they overflow.",
 }

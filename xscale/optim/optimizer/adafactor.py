@@ -6,9 +6,9 @@ As T5 and the Switch Transformer use it: no momentum, steps relative to the size
 """
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import FractionBelowOne, NonNegativeFloat, PositiveFloat
 from xscale.optim.full_tensors import LocalSum
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer, OptimizerTraits
 
@@ -23,25 +23,25 @@ from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimiz
 )
 class Adafactor(Optimizer):
     class Config(Optimizer.Config):
-        lr: float = Field(default=1e-2, ge=0)
+        lr: NonNegativeFloat = 1e-2
         """Peak learning rate, relative to the root mean square of each weight with `scale_parameter`; the schedule
         scales it."""
-        weight_decay: float = Field(default=0.0, ge=0)
+        weight_decay: NonNegativeFloat = 0.0
         """Decoupled weight decay of matrices and tables."""
         scale_parameter: bool = True
         """Multiply the learning rate by the root mean square of the weight, at least `eps_parameter` (section 8)."""
         relative_step: bool = False
         """Bound the learning rate by the inverse square root of the step: the paper's schedule with lr=0.01 and
         schedule.kind=constant."""
-        decay_rate: float = Field(default=0.8, gt=0)
+        decay_rate: PositiveFloat = 0.8
         """The decay of the second moments at step t is 1 - t^-decay_rate (section 7.2)."""
-        clip_threshold: float = Field(default=1.0, gt=0)
+        clip_threshold: PositiveFloat = 1.0
         """Greatest root mean square of a weight's update, to which it is scaled down (section 6)."""
-        eps: float = Field(default=1e-30, gt=0)
+        eps: PositiveFloat = 1e-30
         """Added to squared gradients."""
-        eps_parameter: float = Field(default=1e-3, ge=0)
+        eps_parameter: NonNegativeFloat = 1e-3
         """Least root mean square of a weight that scales the learning rate."""
-        beta1: float = Field(default=0.0, ge=0, lt=1)
+        beta1: FractionBelowOne = 0.0
         """Decay of the update's running mean; 0: no momentum, and no memory for it."""
 
     def __init__(self, config: Config, weights: list[LocalParameter]) -> None:

@@ -1,8 +1,8 @@
 """Loshchilov and Hutter 2019: Adam with decoupled weight decay, fused over all tensors where a kernel can."""
 
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import FractionBelowOne, NonNegativeFloat
 from xscale.optim.optimizer.optimizer import (
     OPTIMIZERS,
     LocalParameter,
@@ -16,11 +16,11 @@ from xscale_kernels.adamw.op import adamw_step_
 @OPTIMIZERS.register("adamw", traits=OptimizerTraits(states_per_parameter=2, elementwise=True))
 class AdamW(Optimizer):
     class Config(Optimizer.Config):
-        beta1: float = Field(default=0.9, ge=0, lt=1)
+        beta1: FractionBelowOne = 0.9
         """Decay of the gradient's running mean."""
-        beta2: float = Field(default=0.95, ge=0, lt=1)
+        beta2: FractionBelowOne = 0.95
         """Decay of the squared gradient's running mean."""
-        eps: float = Field(default=1e-8, ge=0)
+        eps: NonNegativeFloat = 1e-8
         """Added to the root of the second moment."""
 
     def __init__(self, config: Config, weights: list[LocalParameter]) -> None:

@@ -7,7 +7,7 @@ blocks, is updated by AdamW with full moments.
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -34,7 +34,7 @@ class AdamW8bit(Optimizer):
         block_size: int = Field(default=128, ge=16)
         """Elements of a row with one scale; a matrix whose rows are no whole blocks has full moments."""
 
-    requires: ClassVar[Mapping[str, str]] = {"torchao": "pip install 'torchao>=0.18,<0.19'"}
+    requires = {"torchao": "pip install 'torchao>=0.18,<0.19'"}
 
     def __init__(self, config: Config, weights: list[LocalParameter]) -> None:
         super().__init__(config, weights)

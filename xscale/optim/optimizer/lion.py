@@ -1,9 +1,9 @@
 """Chen et al. 2023, algorithm 2 (Lion): the sign of an interpolated momentum, with decoupled weight decay."""
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import Fraction
 from xscale.optim.optimizer.optimizer import (
     OPTIMIZERS,
     LocalParameter,
@@ -16,9 +16,9 @@ from xscale.optim.optimizer.optimizer import (
 @OPTIMIZERS.register("lion", traits=OptimizerTraits(states_per_parameter=1, elementwise=True))
 class Lion(Optimizer):
     class Config(Optimizer.Config):
-        beta1: float = Field(default=0.9, ge=0, le=1)
+        beta1: Fraction = 0.9
         """Weight of the momentum in the step's direction."""
-        beta2: float = Field(default=0.99, ge=0, le=1)
+        beta2: Fraction = 0.99
         """Decay of the momentum."""
 
     def __init__(self, config: Config, weights: list[LocalParameter]) -> None:

@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import FractionBelowOne, NonNegativeFloat, PositiveFloat
 from xscale.optim.full_tensors import MatrixPart
 from xscale.optim.optimizer.adamw import AdamW
 from xscale.optim.optimizer.optimizer import OPTIMIZERS, LocalParameter, Optimizer, OptimizerTraits
@@ -36,11 +37,11 @@ MATCHED_RMS = 0.2
 )
 class Muon(Optimizer):
     class Config(Optimizer.Config):
-        lr: float = Field(default=1e-3, gt=0)
+        lr: PositiveFloat = 1e-3
         """Peak learning rate of matrices; the schedule scales it."""
-        adamw_lr: float | None = Field(default=None, ge=0)
+        adamw_lr: NonNegativeFloat | None = None
         """Peak learning rate of what AdamW updates, scaled by the same schedule; null: `lr`."""
-        momentum: float = Field(default=0.95, ge=0, lt=1)
+        momentum: FractionBelowOne = 0.95
         """Decay of the gradient's running mean."""
         nesterov: bool = True
         """Nesterov momentum."""
@@ -50,16 +51,16 @@ class Muon(Optimizer):
         """Coefficients a, b, c of an iteration X -> aX + b(XX^T)X + c(XX^T)^2 X."""
         ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
         """Number format of the iterations, and of the messages that gather a sharded matrix."""
-        ns_eps: float = Field(default=1e-7, gt=0)
+        ns_eps: PositiveFloat = 1e-7
         """Least Frobenius norm by which a matrix is divided before the iterations."""
         adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
         """Factor on the learning rate of a matrix [A, B]. original: sqrt(max(1, A/B)), for rates about 0.02;
         match_rms_adamw: 0.2 sqrt(max(A, B)), so that AdamW's rates and weight decays can be kept."""
-        beta1: float = Field(default=0.9, ge=0, lt=1)
+        beta1: FractionBelowOne = 0.9
         """AdamW's decay of the gradient's running mean."""
-        beta2: float = Field(default=0.95, ge=0, lt=1)
+        beta2: FractionBelowOne = 0.95
         """AdamW's decay of the squared gradient's running mean."""
-        eps: float = Field(default=1e-8, ge=0)
+        eps: NonNegativeFloat = 1e-8
         """Added by AdamW to the root of the second moment."""
 
     def __init__(self, config: Config, weights: list[LocalParameter]) -> None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from xscale.core import config as schema
+from xscale.core.config import NonNegativeFloat
 from xscale.core.registry import Family
 from xscale.optim.full_tensors import FullTensors, UnshardedTensors
 from xscale.optim.groups import ParameterGroup, describe_groups, group_of, lr_factors
@@ -52,9 +52,9 @@ class Optimizer:
     """Name of the state whose values are evaluated and saved in place of the weights; None: the weights are."""
 
     class Config(schema.Config):
-        lr: float = Field(default=1e-3, ge=0)
+        lr: NonNegativeFloat = 1e-3
         """Peak learning rate; the schedule scales it."""
-        weight_decay: float = Field(default=0.1, ge=0)
+        weight_decay: NonNegativeFloat = 0.1
         """Decoupled weight decay of matrices and tables."""
         groups: tuple[ParameterGroup, ...] = ()
         """Parameter groups by name: each has a pattern `match`, an `lr_factor`, a `weight_decay` and a

@@ -9,12 +9,12 @@ The model holds y while it trains; x is evaluated and saved. gamma_t is the lear
 """
 
 import struct
-from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from xscale.core.config import FractionBelowOne, NonNegativeFloat
 from xscale.optim.optimizer.optimizer import (
     OPTIMIZERS,
     LocalParameter,
@@ -38,12 +38,12 @@ class ScheduleFreeAdamW(Optimizer):
     class Config(Optimizer.Config):
         beta1: float = Field(default=0.9, gt=0, lt=1)
         """Weight of the average x in the weights y at which gradients are computed."""
-        beta2: float = Field(default=0.999, ge=0, lt=1)
+        beta2: FractionBelowOne = 0.999
         """Decay of the squared gradient's running mean."""
-        eps: float = Field(default=1e-8, ge=0)
+        eps: NonNegativeFloat = 1e-8
         """Added to the root of the second moment."""
 
-    averaged_state: ClassVar[str | None] = "x"
+    averaged_state = "x"
 
     def __init__(self, config: Config, weights: list[LocalParameter]) -> None:
         super().__init__(config, weights)

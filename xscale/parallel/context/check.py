@@ -147,9 +147,9 @@ def _check_ffns(module: nn.Module, where: str) -> list[Problem]:
         if isinstance(part, Mixer) or Role.ROUTING in seams_of(part).values():
             continue
         traits = FFNS.get(_kind(part)).traits
-        if not (traits.per_token or traits.token_shift):
+        if not (traits.per_token or traits.reads_neighbours):
             what = f"ffn '{_kind(part)}' mixes tokens, and each rank would have a shard of the sequence"
-            able = [*FFNS.able(per_token=True), *FFNS.able(token_shift=True), "moe"]
+            able = [*FFNS.able(per_token=True), *FFNS.able(reads_neighbours=True), "moe"]
             problems.append(
                 Problem(where, what, choices=take(1) + instead("ffn", _kind(part), able))
             )

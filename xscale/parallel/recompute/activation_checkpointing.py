@@ -30,6 +30,7 @@ from xscale.mesh.torch_private import (
 )
 from xscale.nn.blocks.block import Block
 from xscale.nn.blocks.stack import Stack
+from xscale.nn.forward import Choices
 from xscale.nn.module import substitute
 from xscale.nn.tokens import Tokens
 from xscale.parallel.config import ParallelConfig, RecomputeConfig
@@ -275,7 +276,7 @@ class CheckpointedBlocks:
 
 def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
     """Return `run` for a forward on `inputs` and its recomputations, which start from the same shared values and
-    statistics, and leave the statistics as they were.
+    statistics, repeat its choices, and leave the statistics as they were.
 
     A compiled block takes another graph, which saves other tensors, when values are already there.
     """
@@ -286,15 +287,18 @@ def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Cal
         id(stats): stats for about in tokens if (stats := about.forward.stats) is not None
     }.values()
     before = [(collected, collected.copy()) for collected in stats]
+    choices = Choices()
     is_recomputation = False
 
-    def forward(*inputs: Any) -> Any:
+    def forward(*given: Any) -> Any:
         nonlocal is_recomputation
+        inputs = _with_choices(given, choices)
         for values, state in shared:
             values.reset(state)
         if not is_recomputation:
             is_recomputation = True
             return run(*inputs)
+        choices.begin_recomputation()
         after = [collected.copy() for collected in stats]
         for collected, observations in before:
             collected.reset(observations)
@@ -305,3 +309,13 @@ def with_state_of_forward(run: Callable[..., Any], inputs: Sequence[Any]) -> Cal
                 collected.reset(observations)
 
     return forward
+
+
+def _with_choices(inputs: Sequence[Any], choices: Choices) -> list[Any]:
+    """Return `inputs` with tokens that have these choices; tokens that come twice stay one object."""
+    copies = {
+        id(argument): argument.with_forward(choices=choices)
+        for argument in inputs
+        if isinstance(argument, Tokens)
+    }
+    return [copies.get(id(argument), argument) for argument in inputs]

@@ -101,7 +101,7 @@ def apply(
         # Losses are divided by the step's total of targets before backward, so gradients are summed, not averaged.
         fsdp_module.set_gradient_divide_factor(1.0)
         fsdp_module.set_force_sum_reduction_for_comms(True)
-    _set_prefetch(model, prefetched_blocks(config, mesh.degrees))
+    set_prefetch(model, prefetched_blocks(config, mesh.degrees))
 
 
 def prefetched_blocks(config: ParallelConfig, degrees: Degrees) -> int:
@@ -111,7 +111,8 @@ def prefetched_blocks(config: ParallelConfig, degrees: Degrees) -> int:
     return 1 if config.zero.stage == 3 and degrees.ep > 1 else 0
 
 
-def _set_prefetch(model: nn.Module, ahead: int) -> None:
+def set_prefetch(model: nn.Module, ahead: int) -> None:
+    """Have each block all-gather the parameters of that many later ones in forward."""
     from torch.distributed.fsdp import FSDPModule
 
     blocks = [module for module in model.modules() if isinstance(module, Block)]

@@ -66,7 +66,8 @@ class RankFacts:
                 self.saves.wait()
             try:
                 state, config = self.state.encode(engine), encode(self.parts.settings)
-                save(moved / CHECKPOINTS, step, engine.state_tensors(), state, config, group=group)
+                tensors = self.parts.state_tensors()
+                save(moved / CHECKPOINTS, step, tensors, state, config, group=group)
             except FaultError as error:
                 what += f", where {error}"
             else:

@@ -48,7 +48,7 @@ class Rollback:
         if self.saver.memory is not None:
             # Its checkpoint is newer than the one restored here, and a restart would resume from it.
             self.saver.memory.clear()
-        tensors = parts.stepper.engine.state_tensors()
+        tensors = parts.state_tensors()
         folder = Path(parts.settings.run.dir) / "checkpoints"
         verify, group = parts.settings.checkpoint.verify, parts.mesh.background
         self.watchdog.heartbeat("rollback", seconds=parts.settings.parallel.io_timeout_seconds)
@@ -64,6 +64,9 @@ class Rollback:
         restored_state.consumed = end
         state.replace_with(restored_state)
         state.pending.clear()
+        if parts.training.states is not None:
+            # The samples that follow do not continue what the checkpoint's segments were.
+            parts.training.states.reset()
         self.batches.begin(state.step, state.consumed)
         self._count(at, reason)
 

@@ -53,7 +53,7 @@ class RunSaver:
         parts, state = self.parts, self.state
         self.watchdog.heartbeat("save", seconds=parts.settings.parallel.longest_timeout_seconds)
         engine = parts.stepper.engine
-        tensors = engine.state_tensors()
+        tensors = parts.state_tensors()
         counters, config = state.encode(engine), encode(parts.settings)
         in_flight = self.facts.ranks_that_save > 0
         started = self.saves.save(
@@ -89,7 +89,7 @@ class RunSaver:
         )
         engine = parts.stepper.engine
         self.saves.save_in_memory(
-            self.memory, state.step, engine.state_tensors(), state.encode(engine)
+            self.memory, state.step, parts.state_tensors(), state.encode(engine)
         )
 
     def wait_for_copy(self) -> None:

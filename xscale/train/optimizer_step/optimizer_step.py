@@ -1,5 +1,6 @@
 """One optimizer step from its batch to the updated model: everything that changes weights is here, in its order."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from xscale.nn.post_step import update_non_gradient_state
+from xscale.nn.segment_state import SegmentStates
 from xscale.optim.schedule import Schedule
 from xscale.parallel.shard.full_tensors import ShardedWeightWriter
 from xscale.run.state import State
@@ -50,6 +52,8 @@ class OptimizerStep:
     """Called behind the last backward; what it returns is summed over all ranks with the loss."""
     before_update: Callable[[], object]
     """Called before the weights change."""
+    segment_states: SegmentStates | None = None
+    """States that the model keeps of this rank's rows between segments; None: it keeps none."""
 
     def take(self) -> TakenStep:
         """Take the next step: gradients, decision, update, averages of weights, biases. FaultError as a policy says."""
@@ -66,6 +70,7 @@ class OptimizerStep:
         decision = decide_by(self.policies, gradients)
         lr = self.settings.optimizer.lr * self.schedule.factor(state.step)
         self.before_update()
+        self._keep_states(gradients)
         if decision.accepted:
             stepper.apply(gradients, lr, (state.step - 1) / train.steps)
         else:
@@ -79,6 +84,15 @@ class OptimizerStep:
         for policy in self.policies:
             policy.record(gradients, decision, means)
         return TakenStep(gradients, decision, lr, means, time.perf_counter() - start)
+
+    def _keep_states(self, gradients: StepGradients) -> None:
+        """Keep what the model leaves of this step's segments for the next; nothing where the loss is not finite."""
+        if self.segment_states is None:
+            return
+        if math.isfinite(gradients.loss):
+            self.segment_states.commit()
+        else:
+            self.segment_states.reset()
 
     def _update_without_gradients(self, means: dict[str, Tensor]) -> None:
         """Move what follows the updated weights: biases of routers and their like, then the average of the weights."""

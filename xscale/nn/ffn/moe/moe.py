@@ -27,6 +27,7 @@ from xscale.nn.ffn.moe.permutation import (
     experts_of_rows,
     plan_dispatch,
 )
+from xscale.nn.ffn.moe.replay import Replay, record_routes, with_recorded_weights
 from xscale.nn.ffn.moe.router.router import ROUTERS, Router, RouterDims
 from xscale.nn.ffn.moe.router.topk import TopKRouter
 from xscale.nn.ffn.moe.segments import Segments, sequences_of
@@ -79,6 +80,8 @@ class Moe(Ffn):
         """Dropout probability of the experts' hidden layer (Fedus et al. 2021: 0.4 in fine-tuning)."""
         allow_noncausal_routing: bool = False
         """Let later tokens decide how a causal model's token is routed or whether it is dropped."""
+        replay: Replay | None = None
+        """Router replay: the experts of each token come from a file of routes; null: the router chooses them."""
 
     averages_text = True
     averages_packed_text = True
@@ -99,6 +102,8 @@ class Moe(Ffn):
         )
         self.router: Router = ROUTERS.build(config.router, router_dims(config, dims))
         self.experts = Experts(config.expert, dims, config.experts, config.expert_dropout)
+        self.route_layer: int | None = None
+        """Number of this mixture in a file of routes; None: none is written or read."""
         self.dispatch: Dispatch = LocalDispatch()
         """A seam: expert parallelism substitutes an all-to-all."""
         self.shared: Ffn | None = None if config.shared is None else FFNS.build(config.shared, dims)
@@ -125,6 +130,7 @@ class Moe(Ffn):
             problems.append(
                 Problem(f"{path}.shared_combine", what, "Or give `shared`.", choices=take("sum"))
             )
+        problems += _check_replay(config, path)
         router = ROUTERS.of(config.router).part
         return problems + list(
             router.check(config.router, router_dims(config, dims), f"{path}.router")
@@ -204,6 +210,7 @@ class Moe(Ffn):
             len(flat) == 1
             and tokens.forward.cache is not None
             and tokens.forward.stats is None
+            and self.route_layer is None
             and type(self.dispatch) is LocalDispatch
             and "dispatch_plan" not in vars(self)
             and not self.kernel_choices
@@ -239,6 +246,10 @@ class Moe(Ffn):
         """Route x [N, D], all of it text: the plan of its rows, and the auxiliary loss."""
         config = self.config
         routing = self.router(flat, tokens)
+        if self.route_layer is not None:
+            record_routes(routing, tokens, self.route_layer)
+            if config.replay is not None and config.replay.weights == "recorded":
+                routing = with_recorded_weights(routing, tokens, self.route_layer)
         segments, factor = self.capacity_segments(len(flat), tokens), self.capacity_factor(tokens)
         capacity: int | list[int] | None = None
         if factor is not None and segments.lengths is None:
@@ -248,12 +259,17 @@ class Moe(Ffn):
         plan = plan_dispatch(
             *(routing, config.experts, capacity, config.drop_policy, segments),
             fixed_shapes=self.fixed_shapes(flat),
+            choices=tokens.forward.choices,
         )
         if tokens.forward.stats is not None:
             record_stats(tokens.forward.stats, self, routing, plan)
         if self.training and tokens.forward.rng_seed is not None and config.expert_dropout:
             plan = replace(plan, dropout_keys=self._dropout_keys(plan))
         return plan, routing.loss
+
+    def number_routes(self, layer: int) -> None:
+        """Let the mixture write and read the routes of layer number `layer` of a file of routes."""
+        self.route_layer = self.router.route_layer = layer
 
     def fixed_shapes(self, flat: Tensor) -> bool:
         """Whether dropped assignments keep their rows, so that the host need not wait for their number: on a GPU, and
@@ -285,6 +301,15 @@ def router_dims(config: Moe.Config, dims: Dims) -> RouterDims:
     return RouterDims(
         dims.width, config.experts, dims.vocabulary, config.capacity_groups, dims.init
     )
+
+
+def _check_replay(config: Moe.Config, path: str) -> list[Problem]:
+    entry = ROUTERS.of(config.router)
+    if config.replay is None or entry.traits.choice == "token":
+        return []
+    what = f"the experts of '{entry.name}' choose their tokens, so no token has routes to replay"
+    routers = kinds(ROUTERS.able(choice="token"), f"{path}.router")
+    return [Problem(f"{path}.replay", what, choices=take(None) + routers)]
 
 
 def _check_capacity(config: Moe.Config, path: str) -> list[Problem]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.ffn.moe.segments import Segments
+from xscale.nn.forward import Choices
 from xscale_kernels.torch_private import calls_directly
 
 DropPolicy = Literal["position", "choice", "probability", "priority"]
@@ -56,15 +57,19 @@ def plan_dispatch(
     segments: Segments | None = None,
     *,
     fixed_shapes: bool = False,
+    choices: Choices | None = None,
 ) -> DispatchPlan:
     """Sort the assignments by expert; each expert keeps at most `capacity` of each segment of the tokens.
 
     `capacity` is one number for all segments, or one for each; None: no limit. `segments` None: all tokens are one.
+    A recomputation finds in `choices` which assignments its forward preferred.
 
     Where nothing is dropped, or with `fixed_shapes`, the host does not wait for the device.
     """
     tokens = routing.probabilities.shape[0]
     order = None if capacity is None else _precedence(routing, drop_policy)
+    if order is not None and choices is not None:
+        order = choices.make_or_repeat(order)
     expert, token = routing.expert, routing.token
     groups = 1 if segments is None else segments.count
     key = (

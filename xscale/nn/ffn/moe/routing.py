@@ -26,6 +26,9 @@ class Routing:
     """[M] bool: False for assignments that the router itself drops. None: all are kept."""
     loss: Tensor | None = None
     """Weighted auxiliary loss, a scalar."""
+    selected: Tensor | None = None
+    """[N, k] experts that the router would have chosen, where it was given others, and the number of experts for an
+    assignment that it would have dropped; None: it chose by itself."""
     stats: dict[str, Tensor] = field(default_factory=dict)
     """Further statistics by name, such as the unweighted losses."""
 
@@ -37,8 +40,10 @@ class Routing:
         kept: Tensor | None = None,
         loss: Tensor | None = None,
         stats: dict[str, Tensor] | None = None,
+        selected: Tensor | None = None,
     ) -> "Routing":
-        """Routing of k choices of each token: `experts`, `weights` and `kept` are [N, k]."""
+        """Routing of k choices of each token: `experts`, `weights` and `kept` are [N, k], and so is the router's
+        `selected` ones, which may be `experts` itself."""
         tokens, k = experts.shape
         token = torch.arange(tokens, device=experts.device)
         return Routing(
@@ -53,4 +58,5 @@ class Routing:
             kept=None if kept is None else kept.t().reshape(-1),
             loss=loss,
             stats=stats or {},
+            selected=None if selected is experts else selected,
         )

@@ -1,9 +1,11 @@
 """Routing statistics: load balancing, dropped tokens, entropy; a few numbers per layer."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.nn.ffn.moe.permutation import DispatchPlan
+from xscale.nn.ffn.moe.replay import fraction_replaced
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.forward import HasPath, Stats
 
@@ -12,13 +14,21 @@ def record_stats(stats: Stats, mixture: HasPath, routing: Routing, plan: Dispatc
     """Record a mixture's routing under its path.
 
     <path>/load [E] (fraction of the assignments), /dropped (fraction of the assignments), /entropy (nats), /confidence
-    (mean of each token's highest probability), and the router's own statistics (/aux, /z ...).
+    (mean of each token's highest probability), and the router's own statistics (/aux, /z ...). Where tokens are given
+    their experts, /load is that of the experts that the router would have chosen, and /replaced the fraction of tokens
+    for which they are others.
     """
     with torch.no_grad():
         total = plan.load.sum().clamp(min=1)
         probabilities = routing.probabilities
         probabilities = probabilities / probabilities.sum(1, keepdim=True)
-        stats.record(mixture, "load", plan.load.double() / total)
+        load = plan.load
+        if routing.selected is not None:
+            chosen = routing.selected.flatten()
+            counts = F.pad(torch.zeros_like(load), (0, 1))
+            load = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:-1]
+            stats.record(mixture, "replaced", fraction_replaced(routing))
+        stats.record(mixture, "load", load.double() / load.sum().clamp(min=1))
         stats.record(mixture, "dropped", 1 - plan.tokens_per_expert.sum().double() / total)
         # xlogy computes one number at a time on a CPU, at a fifth of this speed; 0 log 0 is 0 here too.
         log = probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from xscale.nn.ffn.moe.replay import ROUTE_WEIGHTS, ROUTES
 from xscale.nn.tokens import Tokens
 
 
@@ -32,4 +33,9 @@ def _find(tokens: Tokens, padding: Tensor) -> tuple[Tensor, TextTokens]:
     lengths = tuple(tokens.sample_lengths())
     rows = padding.flatten().argsort(stable=True)[: sum(lengths)]
     ids, positions = (field.flatten()[rows][None] for field in (tokens.ids, tokens.positions))
-    return rows, TextTokens(ids=ids, positions=positions, lengths=lengths)
+    carried = {
+        key: (about, value.flatten(0, 1)[rows][None])
+        for key, (about, value) in tokens.carried.items()
+        if key in (ROUTES.key, ROUTE_WEIGHTS.key)
+    }
+    return rows, TextTokens(ids=ids, positions=positions, carried=carried, lengths=lengths)

@@ -50,9 +50,11 @@ class BalancedAssignmentRouter(Router):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.score.logits(x, tokens)  # [N, E]
-        experts = self.assign(logits.detach()) if self.training else logits.argmax(1)  # [N]
-        weights = logits.gather(1, experts[:, None]).sigmoid()  # [N, 1]
+        selected = self.assign(logits.detach()) if self.training else logits.argmax(1)  # [N]
+        selected = self.repeat(selected, tokens)[:, None]  # [N, 1]
+        experts = self.replay(selected, tokens)
+        weights = logits.gather(1, experts).sigmoid()  # [N, 1]
         loss, stats = self.z_loss.aux_losses(tokens, logits)
         return Routing.from_topk(
-            experts[:, None], weights, logits.softmax(1), loss=loss, stats=stats
+            experts, weights, logits.softmax(1), loss=loss, stats=stats, selected=selected
         )

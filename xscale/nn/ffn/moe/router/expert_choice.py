@@ -58,6 +58,10 @@ class ExpertChoiceRouter(Router):
         by_sequence = self.config.input_batch == "sequence"
         segments = sequences_of(tokens) if by_sequence else Segments.even(len(scores), self.groups)
         token, expert, weights = select_tokens(scores, self.config.capacity_factor, segments)
+        if tokens.forward.choices is not None:
+            # The forward gathers too, so that it saves the same tensors as its recomputation.
+            token = self.repeat(token, tokens)
+            weights = scores[token, expert]
         loss, stats = self.z_loss.aux_losses(tokens, logits)
         return Routing(
             token=token, expert=expert, weight=weights, probabilities=scores, loss=loss, stats=stats

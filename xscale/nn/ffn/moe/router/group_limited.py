@@ -77,17 +77,21 @@ class GroupLimitedRouter(Router):
         logits = self.score.logits(x, tokens)
         gates, bias = gates_of(logits, config.score), self.bias_update.bias()
         biased = gates if bias is None else gates + bias.to(gates.dtype)
-        experts = group_limited_topk(
+        selected = group_limited_topk(
             biased,
             config.top_k,
             config.expert_groups,
             config.topk_groups,
             two=config.group_score == "top2",
         )
+        selected = self.repeat(selected, tokens)
+        experts = self.replay(selected, tokens)
         weights = combine_weights(gates.gather(1, experts), config)
         probabilities = probabilities_of(gates, config.score)
-        loss, stats = self.balance.aux_losses(tokens, logits, probabilities, experts)
-        return Routing.from_topk(experts, weights, probabilities, loss=loss, stats=stats)
+        loss, stats = self.balance.aux_losses(tokens, logits, probabilities, selected)
+        return Routing.from_topk(
+            experts, weights, probabilities, loss=loss, stats=stats, selected=selected
+        )
 
 
 def group_limited_topk(

@@ -58,15 +58,20 @@ class GShardRouter(Router):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.score.logits(x, tokens)
-        gates, best, experts = select_topk(self, logits, 2)  # [N, E], [N, 2], [N, 2]
+        gates, best, selected = select_topk(self, tokens, logits, 2)  # [N, E], [N, 2], [N, 2]
+        experts = self.replay(selected, tokens)
         weights = best / best.sum(1, keepdim=True)
-        kept = None
+        kept, chosen = None, selected
         if self.config.second_expert_policy == "random" and self.draws(tokens):
-            kept = use_second_expert(
-                weights, self.random.uniform(weights, ("tokens",), (len(weights),))
-            )
-        loss, stats = self.balance.aux_losses(tokens, logits, gates, experts[:, :1])
-        return Routing.from_topk(experts, weights, gates, kept, loss, stats)
+            drawn = self.random.uniform(weights, ("tokens",), (len(weights),))
+            kept = self.repeat(use_second_expert(weights, drawn), tokens)
+        if experts is not selected:
+            # The given experts are all used; of those that it selects the router would have dropped some.
+            chosen = selected if kept is None else selected.masked_fill(~kept, gates.shape[1])
+            best, kept = gates.gather(1, experts), None
+            weights = best / best.sum(1, keepdim=True)
+        loss, stats = self.balance.aux_losses(tokens, logits, gates, selected[:, :1])
+        return Routing.from_topk(experts, weights, gates, kept, loss, stats, chosen)
 
 
 def use_second_expert(weights: Tensor, drawn: Tensor) -> Tensor:

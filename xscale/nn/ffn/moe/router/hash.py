@@ -115,11 +115,12 @@ class HashRouter(Router):
             self.hash(tokens, number) + number * self.per_hash
             for number in range(self.config.hashes)
         ]
-        experts = torch.stack(pools, dim=1)  # [N, k]
+        selected = torch.stack(pools, dim=1)  # [N, k]
         probabilities = torch.zeros(len(x), self.experts, dtype=x.dtype, device=x.device)
-        probabilities.scatter_(1, experts, 1 / self.config.hashes)
+        probabilities.scatter_(1, selected, 1 / self.config.hashes)
+        weights = torch.ones(selected.shape, dtype=x.dtype, device=x.device)
         return Routing.from_topk(
-            experts, torch.ones(experts.shape, dtype=x.dtype, device=x.device), probabilities
+            self.replay(selected, tokens), weights, probabilities, selected=selected
         )
 
     def hash(self, tokens: Tokens, number: int) -> Tensor:

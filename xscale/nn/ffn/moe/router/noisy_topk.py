@@ -73,10 +73,15 @@ class NoisyTopKRouter(Router):
         if self.draws(tokens):
             std = F.softplus(self.score.linear(self.score.upcast(x), self.noise))
             noisy = clean + self.random.normal(clean, ("tokens", "experts")) * std
-        best, experts = noisy.topk(self.config.top_k, dim=1)  # [N, k]
-        weights = best.softmax(1)
-        loss, stats = self.aux_losses(tokens, clean, noisy, std, weights, experts)
-        return Routing.from_topk(experts, weights, noisy.softmax(1), loss=loss, stats=stats)
+        selected = self.repeat(noisy.topk(self.config.top_k, dim=1).indices, tokens)  # [N, k]
+        experts = self.replay(selected, tokens)
+        weights = selected_weights = noisy.gather(1, selected).softmax(1)
+        if experts is not selected:
+            weights = noisy.gather(1, experts).softmax(1)
+        loss, stats = self.aux_losses(tokens, clean, noisy, std, selected_weights, selected)
+        return Routing.from_topk(
+            experts, weights, noisy.softmax(1), loss=loss, stats=stats, selected=selected
+        )
 
     def aux_losses(
         self,

@@ -50,9 +50,16 @@ class PrototypeRouter(Router):
         prototypes = self.config.prototypes
         size = logits.shape[1] // prototypes
         # [N * k, E / k], [N * k, 1], [N * k, 1]
-        gates, weights, within = select_topk(self, logits.view(-1, size), 1)
+        gates, weights, within = select_topk(self, tokens, logits.view(-1, size), 1)
         weights = weights.view(len(x), prototypes)  # [N, k]
-        experts = within.view(len(x), prototypes) + torch.arange(prototypes, device=x.device) * size
+        selected = (
+            within.view(len(x), prototypes) + torch.arange(prototypes, device=x.device) * size
+        )
+        experts = self.replay(selected, tokens)
+        if experts is not selected:
+            weights = gates.view(len(x), -1).gather(1, experts)
         probabilities = gates.view(len(x), -1) / prototypes  # [N, E], rows sum to 1
-        loss, stats = self.balance.aux_losses(tokens, logits, probabilities, experts)
-        return Routing.from_topk(experts, weights, probabilities, loss=loss, stats=stats)
+        loss, stats = self.balance.aux_losses(tokens, logits, probabilities, selected)
+        return Routing.from_topk(
+            experts, weights, probabilities, loss=loss, stats=stats, selected=selected
+        )

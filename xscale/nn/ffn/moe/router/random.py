@@ -66,12 +66,13 @@ class RandomRouter(Router):
         else:
             token = hash63(tokens.ids.flatten(), tokens.positions.flatten())  # [N]
             scores = hash63(token[:, None], torch.arange(self.experts, device=x.device))  # [N, E]
-        experts = scores.topk(self.top_k, dim=1).indices
+        selected = scores.topk(self.top_k, dim=1).indices
+        experts = self.replay(selected, tokens)
         weights = torch.full(experts.shape, 1 / self.top_k, dtype=x.dtype, device=x.device)
         uniform = torch.full(
             (len(x), self.experts), 1 / self.experts, dtype=x.dtype, device=x.device
         )
-        return Routing.from_topk(experts, weights, uniform)
+        return Routing.from_topk(experts, weights, uniform, selected=selected)
 
 
 @ROUTERS.register(
@@ -124,12 +125,16 @@ class RoundRobinRouter(Router):
         config = self.config
         logits = self.score.logits(x, tokens)
         # The usual selection is made too, so that this costs as much as `topk`.
-        gates, _, _ = select_topk(self, logits, config.top_k, config.score, self.bias_update.bias())
+        bias = self.bias_update.bias()
+        gates, _, _ = select_topk(self, tokens, logits, config.top_k, config.score, bias)
         slots = torch.arange(len(gates) * config.top_k, device=gates.device).view(
             len(gates), -1
         )  # [N, k]
-        experts = slots % (config.active_experts or gates.shape[1])
+        selected = slots % (config.active_experts or gates.shape[1])
+        experts = self.replay(selected, tokens)
         weights = combine_weights(gates.gather(1, experts), config)
         probabilities = probabilities_of(gates, config.score)
-        loss, stats = self.balance.aux_losses(tokens, logits, probabilities, experts)
-        return Routing.from_topk(experts, weights, probabilities, loss=loss, stats=stats)
+        loss, stats = self.balance.aux_losses(tokens, logits, probabilities, selected)
+        return Routing.from_topk(
+            experts, weights, probabilities, loss=loss, stats=stats, selected=selected
+        )

@@ -17,6 +17,7 @@ from torch import Tensor
 from xscale.core.errors import Problem
 from xscale.core.registry import Family
 from xscale.core.requirements import at_most
+from xscale.nn.ffn.moe.replay import given_experts
 from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.init import Init
 from xscale.nn.module import Part
@@ -72,8 +73,12 @@ class Router(Part, PostStepState):
         super().__init__()
         self.post_step: list[PostStepState] = []
         """Pieces with state that moves after each step; they add themselves."""
+        self.route_layer: int | None = None
+        """Number of its mixture in a file of routes; None: none is written or read."""
 
     def why_not_static(self) -> str | None:
+        if self.route_layer is not None:
+            return "it is given its experts by the text so far"
         traits = ROUTERS.get(str(self.Config.kind)).traits
         if traits.choice == "token" and traits.balance != "assignment":
             return None
@@ -87,6 +92,25 @@ class Router(Part, PostStepState):
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         """x [N, D], N = B*T in the order of `tokens`."""
         raise NotImplementedError
+
+    def repeat(self, choice: Tensor, tokens: Tokens) -> Tensor:
+        """Return `choice`, indices or a mask; in a recomputation, what the router chose in its first forward.
+
+        Each choice by comparison of scores goes through here, and is then read for weights, losses and statistics.
+        """
+        choices = tokens.forward.choices
+        return choice if choices is None else choices.make_or_repeat(choice)
+
+    def replay(self, selected: Tensor, tokens: Tokens) -> Tensor:
+        """Return the experts [N, k] that tokens are given, or `selected` itself, those that the router has chosen.
+
+        Weights are those of what this returns. Losses and statistics are of `selected`: what the model would have done.
+        """
+        return (
+            selected
+            if self.route_layer is None
+            else given_experts(selected, tokens, self.route_layer)
+        )
 
     def draws(self, tokens: Tokens) -> bool:
         """Whether this forward may use random numbers."""

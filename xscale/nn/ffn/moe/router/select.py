@@ -79,6 +79,7 @@ class TopKConfig(Router.Config):
 
 def select_topk(
     router: Router,
+    tokens: Tokens,
     logits: Tensor,
     k: int,
     score: ScoreFunction = "softmax",
@@ -86,12 +87,16 @@ def select_topk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [N, E] -> gates [N, E], the gates of each token's k best experts [N, k], and these experts [N, k].
 
-    Best first. `bias` [E] is added to the gates for the selection only.
+    Best first. `bias` [E] is added to the gates for the selection only. A recomputation repeats the selection.
     """
     routed = route(
         logits, k, score=score, bias=bias, implementation=router.kernel_choices.get("router")
     )
-    return routed.scores, routed.weights, routed.experts
+    if tokens.forward.choices is None:
+        return routed.scores, routed.weights, routed.experts
+    # The forward gathers too, so that it saves the same tensors as its recomputation.
+    experts = router.repeat(routed.experts, tokens)
+    return routed.scores, routed.scores.gather(1, experts), experts
 
 
 def gates_of(logits: Tensor, score: ScoreFunction) -> Tensor:

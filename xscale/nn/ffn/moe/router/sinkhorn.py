@@ -52,10 +52,13 @@ class SinkhornRouter(Router):
         scores = logits.detach()
         if self.training:
             scores = balance_by_sinkhorn(scores, self.config.iterations)
-        experts = scores.topk(self.config.top_k, dim=1).indices
+        selected = self.repeat(scores.topk(self.config.top_k, dim=1).indices, tokens)
+        experts = self.replay(selected, tokens)
         weights = gates_of(logits, self.config.score).gather(1, experts)
         loss, stats = self.z_loss.aux_losses(tokens, logits)
-        return Routing.from_topk(experts, weights, logits.softmax(1), loss=loss, stats=stats)
+        return Routing.from_topk(
+            experts, weights, logits.softmax(1), loss=loss, stats=stats, selected=selected
+        )
 
 
 def balance_by_sinkhorn(logits: Tensor, iterations: int) -> Tensor:

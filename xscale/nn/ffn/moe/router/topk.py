@@ -50,13 +50,18 @@ class TopKRouter(Router):
         config = self.config
         logits = self.score.logits(x, tokens)
         # [N, E], [N, k], [N, k]
-        gates, chosen, experts = select_topk(
-            self, logits, config.top_k, config.score, self.bias_update.bias()
+        gates, chosen, selected = select_topk(
+            self, tokens, logits, config.top_k, config.score, self.bias_update.bias()
         )
+        experts = self.replay(selected, tokens)
+        if experts is not selected:
+            chosen = gates.gather(1, experts)
         weights = combine_weights(chosen, config)
         probabilities = probabilities_of(gates, config.score)
-        loss, stats = self.balance.aux_losses(tokens, logits, probabilities, experts)
-        return Routing.from_topk(experts, weights, probabilities, loss=loss, stats=stats)
+        loss, stats = self.balance.aux_losses(tokens, logits, probabilities, selected)
+        return Routing.from_topk(
+            experts, weights, probabilities, loss=loss, stats=stats, selected=selected
+        )
 
 
 @ROUTERS.register(
@@ -86,6 +91,12 @@ class SwitchRouter(Router):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         logits = self.score.logits(x, tokens)
-        probabilities, weights, experts = select_topk(self, logits, 1)  # [N, E], [N, 1], [N, 1]
-        loss, stats = self.balance.aux_losses(tokens, logits, probabilities, experts)
-        return Routing.from_topk(experts, weights, probabilities, loss=loss, stats=stats)
+        # [N, E], [N, 1], [N, 1]
+        probabilities, weights, selected = select_topk(self, tokens, logits, 1)
+        experts = self.replay(selected, tokens)
+        if experts is not selected:
+            weights = probabilities.gather(1, experts)
+        loss, stats = self.balance.aux_losses(tokens, logits, probabilities, selected)
+        return Routing.from_topk(
+            experts, weights, probabilities, loss=loss, stats=stats, selected=selected
+        )

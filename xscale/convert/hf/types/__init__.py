@@ -1,0 +1,1 @@
+"""Tables of the model types of transformers, by families."""

@@ -1,0 +1,1 @@
+"""Memory of earlier segments that the blocks of a stack read, one kind a file"""
