@@ -1,7 +1,6 @@
 """`xscale bench start`: from the command to the first step, and from a kill to the next step, broken down by phase."""
 
 import contextlib
-import json
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xscale.core.errors import ConfigError
+from xscale.core.files.file_safety import decode_json
 from xscale.mesh.environment import rank_environment
 from xscale.run.run_folder import CHECKPOINTS
 
@@ -50,12 +50,12 @@ def bench_start(config: Path, overrides: list[str], processes: int, compiles: bo
         killed = 0.0
         for name, run in (("first", "first"), ("prepared", "second"), ("killed", "second")):
             file = Path(folder, f"{name}.json")
-            given = [*words, f"run.dir={folder}/{run}"]
+            arguments = [*words, f"run.dir={folder}/{run}"]
             began = time.time() if name != "killed" else killed
-            with _ranks(file, began, given, processes) as ranks:
+            with _ranks(file, began, arguments, processes) as ranks:
                 _wait(file, Path(folder, run, CHECKPOINTS), ranks)
                 killed = _kill(ranks)
-            starts.append(Start(name, json.loads(file.read_text(encoding="utf-8")), compiles))
+            starts.append(Start(name, decode_json(file.read_bytes()), compiles))
         return starts
 
 
