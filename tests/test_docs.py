@@ -90,7 +90,7 @@ def shortened(command: str, text: str = "xscale/core, xscale/nn") -> str:
     own = "data.source" in command or "my_table" in command
     source = "" if own else f" 'data.source={{kind: text, paths: [{text}]}}'"
     small = "" if " compare " in command else " data.tokenizer.vocabulary=1024"
-    if " bench " in command:
+    if " bench " in command and " bench start" not in command:
         words.append("--steps=1")
     if "finetune" in command or "_of_classes" in command:
         # Its texts have labels, and length and tokenizer are those of the run that it begins with.

@@ -36,6 +36,27 @@ assert not recipe.check(1)
 """
 
 
+HEAVY_TO_TRAIN = (
+    "torch._dynamo torch._inductor torch.onnx scipy pandas matplotlib PIL transformers tokenizers huggingface_hub "
+    "datasets pyarrow deepspeed megatron mpi4py wandb mlflow safetensors fla liger_kernel torchao lm_eval accelerate "
+    "sacrebleu sklearn xscale.convert xscale.bench "
+    "xscale.parallel.engine.deepspeed.engine"
+)
+"""Modules that the first step of the quickstart does not use: they are imported by the run that has them, or later."""
+TRAIN = f"""
+import os, sys, tempfile
+from unittest.mock import patch
+from xscale.cli.main import main
+import xscale.train.loop
+os.chdir(tempfile.mkdtemp())
+sys.argv = ["xscale", "train", "quickstart", "train.steps=1", "train.batch_size=2", "train.micro_batch_size=1"]
+sys.argv += ["data.sequence_length=64", "data.workers=1", "data.tokenizer.vocabulary=1024", "run.dir=run"]
+sys.argv += ["data.source={{kind: text, paths: [{Path(__file__).parents[2] / "xscale/core/*.py"}]}}"]
+with patch.object(xscale.train.loop.Loop, "run", side_effect=lambda: sys.exit(" ".join(["loaded", *sys.modules]))):
+    main()
+"""
+
+
 @each(entries())
 def test_a_part_is_in_a_file_of_its_name_or_in_one_that_names_it(entry: Entry[Any]) -> None:
     """Small parts of one idea share a file; its docstring then has the name of each, so that a search finds it."""
@@ -123,6 +144,15 @@ def test_importing_is_light(statement: str) -> None:
 
 def test_checking_a_config_is_light() -> None:
     assert loaded(CHECK, HEAVY_TO_CHECK) == set()
+
+
+@pytest.mark.long
+def test_a_run_imports_what_its_first_step_uses() -> None:
+    """Of the quickstart: what others need is not waited for by every start."""
+    done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=False, timeout=600)
+    (modules,) = [line.split() for line in done.stderr.splitlines() if line.startswith("loaded ")]
+    assert "torch" in modules
+    assert set(modules) & set(HEAVY_TO_TRAIN.split()) == set()
 
 
 def test_a_heavy_import_is_seen() -> None:

@@ -193,6 +193,14 @@ def use_expandable_segments() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return the variables of a process of this machine that is `rank` of `world`; alone it has none of a rank."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    variables = {name: value for name, value in os.environ.items() if name not in names}
+    values = (rank, world, rank, world, "127.0.0.1", port)
+    return variables | (dict(zip(names, map(str, values), strict=True)) if world > 1 else {})
+
+
 def extend_python_path(folders: Sequence[Path]) -> None:
     """Let the processes that this one starts import from `folders` first."""
     known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

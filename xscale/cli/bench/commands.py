@@ -5,7 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
-from xscale.cli.bench.runs import bench_checkpoint, bench_memory, bench_plan, bench_train
+from xscale.cli.bench.runs import (
+    bench_checkpoint,
+    bench_memory,
+    bench_plan,
+    bench_start,
+    bench_train,
+)
 from xscale.cli.terminal.complete import one_of
 from xscale.cli.terminal.group import Group
 from xscale.cli.terminal.options import CommandWithSettings, Json, Record
@@ -201,6 +207,7 @@ def bench_decode(
 
 bench_app.command("checkpoint")(bench_checkpoint)
 bench_app.command("memory", cls=CommandWithSettings)(bench_memory)
+bench_app.command("start", cls=CommandWithSettings)(bench_start)
 bench_app.command("plan")(bench_plan)
 bench_app.command("train", cls=CommandWithSettings)(bench_train)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from xscale.cli.terminal.complete import complete_recipe
-from xscale.cli.terminal.options import ConfigFile, Json, Overrides, read_config, readable
+from xscale.cli.terminal.options import ConfigFile, Json, Overrides, Record, read_config, readable
 from xscale.core.errors import ConfigError
 from xscale.core.paths import path
 
@@ -165,3 +165,29 @@ def bench_train(
         print(text.dumps(result))
         return
     print(format_result(result))
+
+
+def bench_start(
+    config: ConfigFile = Path("quickstart"),
+    overrides: Overrides = None,
+    processes: Annotated[
+        int, typer.Option(help="Processes of this machine that train.", min=1)
+    ] = 1,
+    json: Json = False,
+    record: Record = None,
+) -> None:
+    """Time the start of a run, phase by phase: until its first step, and from a kill until the next one."""
+    from dataclasses import asdict
+    from json import dumps
+
+    from xscale.bench.start.bench_start import bench_start as run
+    from xscale.bench.start.bench_start import show
+
+    recipe, _ = read_config(config, overrides)
+    if problems := recipe.check(processes):
+        raise ConfigError(problems)
+    starts = run(config.absolute(), overrides or [], processes, recipe.parallel.compile)
+    text = dumps([{**asdict(start), "compile": start.compile_seconds} for start in starts])
+    if record is not None:
+        record.write_text(f"{text}\n", encoding="utf-8")
+    print(text if json else show(starts))

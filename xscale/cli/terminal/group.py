@@ -86,8 +86,9 @@ class Group(TyperGroup):
         command = GROUPS_OF.get(name, {}).get(word.lower()) or OTHERS_COMMANDS.get(word.lower())
         if command is not None:
             return f"Here it is {command if '`' in command else f'`{command}`'}."
-        if near := near_name(word, self.commands):
-            return f"Did you mean {near}?"
+        # `quickstart` is no misspelling of `start`.
         if name in WITH_FILE and (word in recipe_names() or Path(word).exists()):
             return f"Did you mean `xscale {name} {WITH_FILE[name]} {word}`?"
+        if near := near_name(word, self.commands):
+            return f"Did you mean {near}?"
         return f"Commands: {', '.join(self.commands)}."
