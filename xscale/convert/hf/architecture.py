@@ -242,43 +242,6 @@ def uniform_block(stack: Any, require: Requirements, path: str) -> Any:
     return block
 
 
-def classic_block(
-    config: Any,
-    residual: str,
-    require: Requirements,
-    stack: str = "stack",
-    *,
-    position: str = "learned",
-    mixer_bias: bool = True,
-) -> Any:
-    """Return the block of GPT-2, BERT and similar models, which differ in `residual`; None if a part differs.
-
-    They have positions of that kind, layer norm, dense softmax attention and a dense ffn, with biases everywhere,
-    unless `mixer_bias` is false.
-    """
-    at = f"model.{stack}.block"
-    block = uniform_block(getattr(config, stack), require, f"model.{stack}")
-    require.one_of("model.position", config.position.kind, position)
-    require.one_of(f"{at}.residual", block.residual.kind, residual)
-    require.one_of(f"{at}.norm", block.norm.kind, "layer")
-    require.one_of(f"{at}.mixer", block.mixer.kind, "attention")
-    require.one_of(f"{at}.ffn", block.ffn.kind, "dense")
-    if require.problems:
-        return None
-    mixer, ffn = block.mixer, block.ffn
-    require.one_of(f"{at}.norm.bias", block.norm.bias, True)
-    require.one_of(f"{at}.mixer.core", mixer.core.kind, "softmax")
-    require.one_of(f"{at}.mixer.kv_heads", mixer.kv_heads, None, mixer.heads)
-    require.one_of(f"{at}.mixer.head_width", mixer.head_width, None, config.width // mixer.heads)
-    require.one_of(f"{at}.mixer.shared_qk", mixer.shared_qk or False, False)
-    require.one_of(f"{at}.mixer.qk_norm", mixer.qk_norm, None)
-    require.one_of(f"{at}.mixer.bias", mixer.bias, mixer_bias)
-    require.one_of(f"{at}.mixer.output_bias", mixer.output_bias, None, mixer_bias)
-    require.one_of(f"{at}.ffn.bias", ffn.bias, True)
-    require.one_of(f"{at}.ffn.activation", ffn.activation, *ACTIVATIONS)
-    return block
-
-
 def activation_of(hf_name: str, require: Requirements, path: str) -> str:
     """Convert the name of an activation from transformers to xscale."""
     names = {

@@ -75,7 +75,7 @@ def resolved(config: Any, sizes: ModelSizes) -> Data:
         if name in data:
             stack = getattr(config, name)
             blocks = [encode(stack.block_config(layer)) for layer in range(stack.depth)]
-            for block in blocks:
+            for block in blocks if name == "decoder" else ():
                 # Attention to an encoder is as that to the text where it is not given.
                 block["cross"] = block["cross"] or block["mixer"]
             data[name] = {key: value for key, value in data[name].items() if key != "rules"}
