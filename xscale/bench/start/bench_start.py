@@ -17,6 +17,11 @@ from xscale.mesh.environment import rank_environment
 from xscale.run.run_folder import CHECKPOINTS
 
 PHASES = ("imports", "rendezvous", "data", "model", "checkpoint", "other", "first step", "total")
+PROGRAM = (
+    "import runpy; from xscale.bench.start.worker import prepare; prepare({!r}, {!r}); "
+    "runpy.run_module('xscale', run_name='__main__')"
+)
+"""The command line behind the clock of its start; its arguments follow."""
 WAIT = 1800
 """Seconds after which a start that has reached no second step is given up."""
 LINES = 15
@@ -76,8 +81,8 @@ def _ranks(
     ranks = []
     try:
         for rank in range(processes):
-            command = [sys.executable, "-m", "xscale.bench.start.worker"]
-            command += [str(file if rank == 0 else file.with_suffix(f".{rank}")), repr(began)]
+            result = file if rank == 0 else file.with_suffix(f".{rank}")
+            command = [sys.executable, "-c", PROGRAM.format(str(result), repr(began)), "train"]
             with file.with_suffix(f".{rank}.log").open("wb") as log:
                 ranks.append(
                     subprocess.Popen(
@@ -104,12 +109,17 @@ def _wait(file: Path, checkpoints: Path, ranks: "list[subprocess.Popen[bytes]]")
     while not file.exists() or not any(checkpoints.glob("step-*")):
         for rank, process in enumerate(ranks):
             if process.poll() is not None:
-                log = file.with_suffix(f".{rank}.log").read_text(encoding="utf-8", errors="replace")
+                log = _text(file.with_suffix(f".{rank}.log"))
                 what = f"rank {rank} ended with status {process.returncode} before its second step"
                 raise ConfigError("start", what, "\n".join(log.splitlines()[-LINES:]))
         if time.time() > deadline:
             raise ConfigError("start", f"no second step within {WAIT} s", "Give a smaller config.")
         time.sleep(0.02)
+
+
+def _text(log: Path) -> str:
+    with log.open("rb") as file:
+        return file.read().decode(errors="replace")
 
 
 def _kill(ranks: "list[subprocess.Popen[bytes]]") -> float:
