@@ -13,6 +13,7 @@ from pathlib import Path
 
 from xscale.core.errors import ConfigError
 from xscale.core.files.file_safety import decode_json
+from xscale.core.files.run_files import read_run_file
 from xscale.mesh.environment import rank_environment
 from xscale.run.run_folder import CHECKPOINTS
 
@@ -60,7 +61,7 @@ def bench_start(config: Path, overrides: list[str], processes: int, compiles: bo
             with _ranks(file, began, arguments, processes) as ranks:
                 _wait(file, Path(folder, run, CHECKPOINTS), ranks)
                 killed = _kill(ranks)
-            starts.append(Start(name, decode_json(file.read_bytes()), compiles))
+            starts.append(Start(name, decode_json(read_run_file(file)), compiles))
         return starts
 
 
@@ -118,8 +119,7 @@ def _wait(file: Path, checkpoints: Path, ranks: "list[subprocess.Popen[bytes]]")
 
 
 def _text(log: Path) -> str:
-    with log.open("rb") as file:
-        return file.read().decode(errors="replace")
+    return read_run_file(log).decode(errors="replace")
 
 
 def _kill(ranks: "list[subprocess.Popen[bytes]]") -> float:
