@@ -13,10 +13,16 @@ from pathlib import Path
 
 from xscale.core.errors import ConfigError
 from xscale.core.files.file_safety import decode_json
+from xscale.core.files.run_files import read_run_file
 from xscale.mesh.environment import rank_environment
 from xscale.run.run_folder import CHECKPOINTS
 
 PHASES = ("imports", "rendezvous", "data", "model", "checkpoint", "other", "first step", "total")
+PROGRAM = (
+    "import runpy; from xscale.bench.start.worker import prepare; prepare({!r}, {!r}); "
+    "runpy.run_module('xscale', run_name='__main__')"
+)
+"""The command line behind the clock of its start; its arguments follow."""
 WAIT = 1800
 """Seconds after which a start that has reached no second step is given up."""
 LINES = 15
@@ -55,7 +61,7 @@ def bench_start(config: Path, overrides: list[str], processes: int, compiles: bo
             with _ranks(file, began, arguments, processes) as ranks:
                 _wait(file, Path(folder, run, CHECKPOINTS), ranks)
                 killed = _kill(ranks)
-            starts.append(Start(name, decode_json(file.read_bytes()), compiles))
+            starts.append(Start(name, decode_json(read_run_file(file)), compiles))
         return starts
 
 
@@ -76,8 +82,8 @@ def _ranks(
     ranks = []
     try:
         for rank in range(processes):
-            command = [sys.executable, "-m", "xscale.bench.start.worker"]
-            command += [str(file if rank == 0 else file.with_suffix(f".{rank}")), repr(began)]
+            result = file if rank == 0 else file.with_suffix(f".{rank}")
+            command = [sys.executable, "-c", PROGRAM.format(str(result), repr(began)), "train"]
             with file.with_suffix(f".{rank}.log").open("wb") as log:
                 ranks.append(
                     subprocess.Popen(
@@ -104,12 +110,16 @@ def _wait(file: Path, checkpoints: Path, ranks: "list[subprocess.Popen[bytes]]")
     while not file.exists() or not any(checkpoints.glob("step-*")):
         for rank, process in enumerate(ranks):
             if process.poll() is not None:
-                log = file.with_suffix(f".{rank}.log").read_text(encoding="utf-8", errors="replace")
+                log = _text(file.with_suffix(f".{rank}.log"))
                 what = f"rank {rank} ended with status {process.returncode} before its second step"
                 raise ConfigError("start", what, "\n".join(log.splitlines()[-LINES:]))
         if time.time() > deadline:
             raise ConfigError("start", f"no second step within {WAIT} s", "Give a smaller config.")
         time.sleep(0.02)
+
+
+def _text(log: Path) -> str:
+    return read_run_file(log).decode(errors="replace")
 
 
 def _kill(ranks: "list[subprocess.Popen[bytes]]") -> float:

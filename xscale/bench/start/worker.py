@@ -1,12 +1,11 @@
 """A rank of the run whose start is timed: `xscale train` with a clock around the parts of its start.
 
-`python -m xscale.bench.start.worker FILE BEGAN CONFIG key=value ...` writes the seconds of the phases to FILE after the
-second step, and trains on. BEGAN is `time.time()` of the process that started it.
+`prepare(file, began)` lets the run of this process write the seconds of its phases to `file` after the second step, and
+train on. `began` is `time.time()` of the process that started it.
 """
 
 import importlib
 import json
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -95,17 +94,9 @@ def _holder(name: str) -> tuple[Any, str]:
     return holder, function
 
 
-def main(file: str, began: str, *words: str) -> None:
-    """Train by the words behind `xscale train`."""
+def prepare(file: str, began: str) -> None:
+    """Import what a run imports, and put the clock around it; `xscale train` follows in this process."""
     clock = StartClock(float(began))
-    from xscale.cli.main import main as command
-
     install(clock, Path(file))
     importlib.import_module("xscale.recipe")
     clock.imported()
-    sys.argv = ["xscale", "train", *words]
-    command()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -182,6 +182,7 @@ def bench_start(
 
     from xscale.bench.start.bench_start import bench_start as run
     from xscale.bench.start.bench_start import show
+    from xscale.core.files.atomic_write import write_atomically
 
     recipe, _ = read_config(config, overrides)
     if problems := recipe.check(processes):
@@ -189,5 +190,5 @@ def bench_start(
     starts = run(config.absolute(), overrides or [], processes, recipe.parallel.compile)
     text = dumps([{**asdict(start), "compile": start.compile_seconds} for start in starts])
     if record is not None:
-        record.write_text(f"{text}\n", encoding="utf-8")
+        write_atomically(record, f"{text}\n")
     print(text if json else show(starts))
