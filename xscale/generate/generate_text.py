@@ -71,9 +71,7 @@ def generate_text(
     settings, tokenizer = loaded.settings, loaded.tokenizer
     traits = MODELS.of(settings.model).traits
     device = loaded.mesh.device
-    window, longest = _lengths(settings, has_source=traits.source)
-    if carried_tensors(loaded.model):
-        longest = None
+    window, longest = _lengths(settings, loaded.model, has_source=traits.source)
     objective = _objective(settings, tokenizer)
     prompt_ids = encode_sides(prompt, suffix, tokenizer, objective, longest)
     source = None
@@ -157,11 +155,16 @@ def _cast_and_lay_out(model: nn.Module, settings: Settings) -> None:
     lay_out_matrices(model)
 
 
-def _lengths(settings: Settings, *, has_source: bool) -> tuple[int | None, int | None]:
+def _lengths(
+    settings: Settings, model: nn.Module, *, has_source: bool
+) -> tuple[int | None, int | None]:
     """Return the tokens that the model reads at a time, and those of the longest prompt; None: no limit."""
     data = settings.data
     if settings.has_pairs:
         return data.sequence_length, data.source_length - 1
+    if carried_tensors(model):
+        # Longer prompts are read a segment at a time.
+        return data.sequence_length, None
     return (None, None) if has_source else (data.sequence_length, data.sequence_length - 1)
 
 
