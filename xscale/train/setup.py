@@ -13,7 +13,7 @@ from xscale.checkpoint.load import read_state, unpadded_vocabulary_of
 from xscale.checkpoint.search import newest_on_this_process
 from xscale.core.errors import ConfigError, Problem
 from xscale.data.corpus.prepare import missing_files
-from xscale.data.samples.loader import Loader
+from xscale.data.samples.loader import Corpus, Loader
 from xscale.data.tokenizer.tokenizer import Tokenizer
 from xscale.distill.distill import distil
 from xscale.distill.distill_check import check_teacher_on_disk
@@ -107,8 +107,7 @@ def set_up(
     specials = replace(special_tokens_of(tokenizer), vocabulary=unpadded)
     source_length = settings.data.source_length
     model = build_on_meta(settings, tokenizer.vocabulary, unpadded)
-    require_text_of_memory(settings, model, corpus)
-    plan = _checked_plan(settings, model, specials, rank_info.world)
+    plan = _checked_plan(settings, model, specials, corpus, rank_info.world)
     replay = open_replay(model, tokenizer, Consensus(mesh.background, "read"))
     counted, flops = size(model), training_flops(model, settings.data.target_length, source_length)
     sharding = context.sequence_sharding_of(model, mesh, settings.parallel)
@@ -170,9 +169,11 @@ def _mesh_of(settings: Settings, rank_info: RankInfo) -> Mesh:
 
 
 def _checked_plan(
-    settings: Settings, model: nn.Module, specials: SpecialTokens, world: int
+    settings: Settings, model: nn.Module, specials: SpecialTokens, corpus: Corpus, world: int
 ) -> ParallelPlan:
-    """The plan of the model over `world` ranks. ConfigError for what it or the objective cannot do with this model."""
+    """The plan of the model over `world` ranks. ConfigError for what it or the objective cannot do with this model, and
+    for a memory that is longer than the text."""
+    require_text_of_memory(settings, model, corpus)
     data, objective = settings.data, settings.objective
     plan = ParallelPlan(settings.parallel, settings.precision, data.sequence_length)
     objective_type = OBJECTIVES.of(objective).part

@@ -33,6 +33,17 @@ CORES_WITH_MEMORY = [entry.name for entry in CORES if reads_memory(entry.part.Co
 POSITIONS_WITH_MEMORY = [entry.name for entry in POSITIONS if position_reads_memory(entry.name)]
 
 
+def attention_weights(query: Tensor, keys: Tensor, u: Tensor, v: Tensor, projection: Tensor) -> Tensor:
+    """Weights of the keys [S, K], of which the last is the query's own, by section 3.3 of Dai et al. 2019."""
+    rates = 10000.0 ** (-torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH)
+    scores = []
+    for j, key in enumerate(keys):
+        distance = float(len(keys) - 1 - j)
+        r = torch.cat(((distance * rates).sin(), (distance * rates).cos()))
+        scores.append(((query + u) @ key + (query + v) @ (projection @ r)) / math.sqrt(len(query)))
+    return torch.softmax(torch.stack(scores), 0)
+
+
 def literal(
     model: Any,
     ids: Tensor,
@@ -54,7 +65,6 @@ def literal(
     batch, total = ids.shape
     compressed = [torch.zeros(batch, 0, WIDTH, dtype=torch.float64) for _ in range(DEPTH)]
     kept = [torch.zeros(batch, 0, WIDTH, dtype=torch.float64) for _ in range(DEPTH)]
-    rates = 10000.0 ** (-torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH)
     outputs = []
     for start in range(0, total, SEGMENT):
         h = weights["embed.table.weight"][ids[:, start : start + SEGMENT]]
@@ -81,17 +91,11 @@ def literal(
             for b in range(batch):
                 for head in range(HEADS):
                     own = slice(head * k, (head + 1) * k)
+                    tables = u[head], v[head], projection[own]
                     for i in range(h.shape[1]):
-                        seen = range(offset + i + 1)
-                        scores = []
-                        for j in seen:
-                            distance = float(offset + i - j)
-                            r = torch.cat(((distance * rates).sin(), (distance * rates).cos()))
-                            content = (q[b, i, own] + u[head]) @ key[b, j, own]
-                            position = (q[b, i, own] + v[head]) @ (projection[own] @ r)
-                            scores.append((content + position) / math.sqrt(k))
-                        a = torch.softmax(torch.stack(scores), 0)
-                        heads[b, i, own] = a @ value[b, list(seen)][:, own]
+                        seen = key[b, : offset + i + 1, own]
+                        a = attention_weights(q[b, i, own], seen, *tables)
+                        heads[b, i, own] = a @ value[b, : len(seen), own]
             mixed = heads @ part("mixer.part.o.weight").T
             h = norm(h + mixed, "mixer") if post else h + mixed
             inner = h if post else norm(h, "ffn")

@@ -112,24 +112,24 @@ class FeedbackMemory(DepthPass):
         past = PastTokens(self, tokens, x)
         weights = self.use(self.alpha).softmax(0).to(x.dtype)
         outputs = []
-        for place in range(x.shape[1]):
-            h, memory, of_token, of_memory = past.inputs(x, place)
+        for index in range(x.shape[1]):
+            h, memory, of_token, of_memory = past.inputs(x, index)
             states = [h]
             for block in self._blocks:
-                h = self._pass_block(block, h, of_token, memory, of_memory, place)
+                h = self._pass_block(block, h, of_token, memory, of_memory, index)
                 states.append(h)
-            past.append(place, torch.einsum("l,lbtd->btd", weights, torch.stack(states)))
+            past.append(index, torch.einsum("l,lbtd->btd", weights, torch.stack(states)))
             outputs.append(h)
         past.keep()
         return torch.cat(outputs, 1)
 
     def _pass_block(
-        self, block: Any, h: Tensor, token: Tokens, memory: Tensor, source: Tokens, place: int
+        self, block: Any, h: Tensor, token: Tokens, memory: Tensor, source: Tokens, index: int
     ) -> Tensor:
-        """Return the output [B, 1, D] of a block for one token, the one at `place`."""
+        """Return the output [B, 1, D] of a block for one token, the one at `index`."""
         if token.forward.rng_seed is not None:
             # As the stack does for a block and all of its tokens.
-            reseed(token.forward.rng_seed, f"{block.path}.{place}")
+            reseed(token.forward.rng_seed, f"{block.path}.{index}")
             token = token.with_forward(rng_seed=0)
         out: Tensor = block(h, token, memory, source)
         if token.forward.stats is not None:
@@ -168,16 +168,16 @@ class PastTokens:
             documents = documents.masked_fill(begins[:, None], EMPTY)
         return self._rows.get(f"{name}.memory").to(x.dtype), documents
 
-    def inputs(self, x: Tensor, place: int) -> tuple[Tensor, Tensor, Tokens, Tokens]:
-        """Return the embedding [B, 1, D] of the token at `place` of x, memories [B, S, D], and the tokens of both."""
-        h, tokens, length = x[:, place : place + 1], self._tokens, self._part.length
+    def inputs(self, x: Tensor, index: int) -> tuple[Tensor, Tensor, Tokens, Tokens]:
+        """Return the embedding [B, 1, D] of the token at `index` of x, memories [B, S, D], and the tokens of both."""
+        h, tokens, length = x[:, index : index + 1], self._tokens, self._part.length
         memory = torch.cat((torch.zeros_like(h), *self._memories[-length:]), 1)
-        document = self._of_text[:, place : place + 1]
-        position = tokens.positions[:, place : place + 1]
+        document = self._of_text[:, index : index + 1]
+        position = tokens.positions[:, index : index + 1]
         count = memory.shape[1]
         # Keys and values are of memories, which a cache of the mixers would not tell from tokens.
         forward = replace(tokens.forward, cache=None)
-        of_token = Tokens(tokens.ids[:, place : place + 1], position, document, forward=forward)
+        of_token = Tokens(tokens.ids[:, index : index + 1], position, document, forward=forward)
         of_memory = Tokens(
             of_token.ids.expand(-1, count),
             position + torch.arange(-count, 0, device=position.device),
@@ -187,10 +187,10 @@ class PastTokens:
         )
         return h, memory, of_token, of_memory
 
-    def append(self, place: int, memory: Tensor) -> None:
-        """Append the memory [B, 1, D] of the token at `place`."""
+    def append(self, index: int, memory: Tensor) -> None:
+        """Append the memory [B, 1, D] of the token at `index`."""
         self._memories.append(memory)
-        self._documents.append(self._of_text[:, place : place + 1])
+        self._documents.append(self._of_text[:, index : index + 1])
 
     def keep(self) -> None:
         """Keep the last memories for the next segment, with documents counted from that of its first token."""
