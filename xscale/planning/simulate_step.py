@@ -51,6 +51,7 @@ from xscale.parallel.shard.sharded import (
 )
 from xscale.planning.balanced_routing import balance_routing
 from xscale.planning.repeated_layers import (
+    LinearFigures,
     RepeatedLayers,
     drop_layers,
     extrapolate,
@@ -172,7 +173,7 @@ def simulate_step(
     if not fewer.left_out:
         return fewer
     more = simulate_layers(*arguments, leave_out=fewer.left_out - 1)
-    figures = extrapolate(fewer, more, fewer.left_out)
+    figures = extrapolate(LinearFigures.of(fewer), LinearFigures.of(more), fewer.left_out)
     if figures is None:
         return simulate_layers(*arguments, leave_out=0)
     return replace(more, left_out=0, **figures)
@@ -220,7 +221,7 @@ def simulate_layers(
             batches = [shard_over_cp(_faked(batch, fake), sharding) for batch in global_batches]
             repeats = degrees.tp * degrees.pp
             stepper = Stepper(engine, objective, torch.device("cpu"), repeats=repeats)
-            stepper.timer.phase = _phases(tracer, marked=left_out > 0)  # type: ignore[method-assign]
+            stepper.timer.phase = _phases(tracer, marked=left_out > 0)  # type: ignore[method-assign, assignment]
             _take_step(stepper, batches)
         parameters, active = _count(model, sharded_tensors)
         return SimulatedStep(
