@@ -7,7 +7,7 @@ second has one period of layers more, have the figures of a step with any number
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ def mark_layers(model: nn.Module, tracer: OpTracer) -> None:
         def end(_: nn.Module, __: Any, out: Any) -> None:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _: mark(number, True, position))
+                    leaf.register_hook(lambda _: mark(number, True, position))  # type: ignore[no-untyped-call]
                     return
 
         block.register_forward_pre_hook(begin)
@@ -197,7 +197,8 @@ def _layout(module: nn.Module, length: int) -> bytes | None:
     """Return the blocks of keys that a pattern shows to a layer."""
     if getattr(module, "layout_block", None) is None or not hasattr(module, "block_layout"):
         return None
-    layout = module.block_layout(length, 1)
+    build: Any = module.block_layout
+    layout = build(length, 1)
     return None if layout is None else bytes(torch.as_tensor(layout).to(torch.uint8).numpy().data)
 
 
@@ -224,6 +225,11 @@ class LinearFigures:
     parameters: int
     active: int
     host_bytes: int
+
+    @classmethod
+    def of(cls, step: Any) -> "LinearFigures":
+        """Return those of a simulated step, which has them by the same names."""
+        return cls(**{figure.name: getattr(step, figure.name) for figure in fields(cls)})
 
 
 def extrapolate(fewer: LinearFigures, more: LinearFigures, periods: int) -> dict[str, Any] | None:

@@ -44,6 +44,7 @@ from xscale.parallel.recompute.activation_checkpointing import CheckpointedBlock
 from xscale.parallel.recompute.activation_offload import ActivationOffload, HostCopy
 from xscale.parallel.shard import zero
 from xscale.parallel.shard.sharded import (
+    ShardedParameter,
     empty_like_local,
     fill_parameters,
     sharded_parameters,
@@ -51,6 +52,7 @@ from xscale.parallel.shard.sharded import (
 )
 from xscale.planning.balanced_routing import balance_routing
 from xscale.planning.repeated_layers import (
+    LinearFigures,
     RepeatedLayers,
     drop_layers,
     extrapolate,
@@ -172,7 +174,7 @@ def simulate_step(
     if not fewer.left_out:
         return fewer
     more = simulate_layers(*arguments, leave_out=fewer.left_out - 1)
-    figures = extrapolate(fewer, more, fewer.left_out)
+    figures = extrapolate(LinearFigures.of(fewer), LinearFigures.of(more), fewer.left_out)
     if figures is None:
         return simulate_layers(*arguments, leave_out=0)
     return replace(more, left_out=0, **figures)
@@ -201,23 +203,12 @@ def simulate_layers(
         model = build_on_meta(settings, vocabulary)
         sharding = context.sequence_sharding_of(model, mesh, parallel)
         model = plan.shard(model, mesh, lambda stage: _fill(stage, plan.master, fake, tracer))
-        balance_routing(model)
-        float8.take_torch_kernel(model)
-        plan_blocks_of_tokens(model)
-        offload = substitute_offload(model)
-        specials, source_length = _specials(vocabulary), settings.data.source_length
-        repeated: dict[int, RepeatedLayers] = {}
-        if leave_out != 0:
-            repeated, leave_out = _leave_out_layers(model, settings, degrees, leave_out)
-            mark_layers(model, tracer)
-        objective: Objective = OBJECTIVES.build(
-            settings.objective, specials, source_length, settings.run.seed
-        )
+        offload = _substitute(model)
+        repeated, left_out = _leave_out_layers(model, settings, degrees, leave_out, tracer)
+        objective = _objective(settings, vocabulary)
         global_batches = [_batch(settings, objective) for _ in range(micro_batches)]
         sharded_tensors = sharded_parameters(model)
-        tracer.gradient_shapes = {
-            shape for parameter in model.parameters() for shape in _shapes(parameter)
-        }
+        tracer.gradient_shapes = set().union(*map(_shapes, model.parameters()))
         with (
             fake,
             tracer,
@@ -232,13 +223,9 @@ def simulate_layers(
             batches = _with_segment_states(model, batches, plan.compute)
             repeats = degrees.tp * degrees.pp
             stepper = Stepper(engine, objective, torch.device("cpu"), repeats=repeats)
-            phase = (
-                _marked_phases(tracer) if leave_out else lambda name: tracer.labelled(phase=name)
-            )
-            stepper.timer.phase = phase  # type: ignore[method-assign, assignment]
+            stepper.timer.phase = _phases(tracer, marked=left_out > 0)  # type: ignore[method-assign, assignment]
             _take_step(stepper, batches)
-        shares = _shares(model)
-        sizes = [(x.local.numel(), shares.get(x.name, 1.0)) for x in sharded_tensors]
+        parameters, active = _count(model, sharded_tensors)
         return SimulatedStep(
             rank=rank,
             micro_batches=micro_batches,
@@ -247,37 +234,59 @@ def simulate_layers(
             costs=tracer.costs,
             messages=tracer.messages,
             groups=groups_of(mesh),
-            parameters=sum(count for count, _ in sizes),
-            active=round(sum(count * share for count, share in sizes)),
+            parameters=parameters,
+            active=active,
             host_bytes=offload.peak_bytes,
             segments=tracer.segments,
-            repeated={number: layers.without(leave_out) for number, layers in repeated.items()},
-            left_out=leave_out,
+            repeated={number: layers.without(left_out) for number, layers in repeated.items()},
+            left_out=left_out,
         )
 
 
-def _marked_phases(tracer: OpTracer) -> Callable[[str], Any]:
-    """Return the timer's `phase`, by which each phase of the step is labelled and begins a segment."""
+def _substitute(model: nn.Module) -> UncountedOffload:
+    """Substitute what a step on fake tensors cannot do, or need not; return what counts the bytes of CPU memory."""
+    balance_routing(model)
+    float8.take_torch_kernel(model)
+    plan_blocks_of_tokens(model)
+    return substitute_offload(model)
+
+
+def _count(model: nn.Module, tensors: list[ShardedParameter]) -> tuple[int, int]:
+    """Return the parameters of this rank's shards, and how many of them a token meets on average."""
+    shares = _shares(model)
+    sizes = [(x.local.numel(), shares.get(x.name, 1.0)) for x in tensors]
+    return sum(count for count, _ in sizes), round(sum(count * share for count, share in sizes))
+
+
+def _phases(tracer: OpTracer, *, marked: bool) -> Callable[[str], Any]:
+    """Return the timer's `phase`, by which each phase of the step is labelled and, if marked, begins a segment."""
     counts: Counter[str] = Counter()
 
     def phase(name: str) -> Any:
-        tracer.mark((name, counts[name]))
-        counts[name] += 1
+        if marked:
+            tracer.mark((name, counts[name]))
+            counts[name] += 1
         return tracer.labelled(phase=name)
 
     return phase
 
 
 def _leave_out_layers(
-    model: nn.Module, settings: Settings, degrees: Degrees, periods: int | None
+    model: nn.Module, settings: Settings, degrees: Degrees, periods: int | None, tracer: OpTracer
 ) -> tuple[dict[int, RepeatedLayers], int]:
-    """Remove that many periods of each stack's repeated layers, None: most. Return the layers and how many periods."""
+    """Remove that many periods of each stack's repeated layers, None: most, and have the others mark their passes.
+
+    Return the repeated layers of the whole stacks, and how many periods were removed.
+    """
+    if periods == 0:
+        return {}, 0
     parallel = settings.parallel
     repeated = find_repeated(model, parallel, degrees, settings.data.sequence_length)
     most = min((layers.periods - layers.fewest for layers in repeated.values()), default=0)
     periods = most if periods is None else periods
     drop_layers(model, repeated, periods)
     zero.set_prefetch(model, zero.prefetched_blocks(parallel, degrees))
+    mark_layers(model, tracer)
     return repeated, periods
 
 
@@ -332,6 +341,16 @@ def _chunks_of_scores(on_gpu: bool) -> Iterator[None]:
         yield
     finally:
         gathered.CHUNK_SCORES = before
+
+
+def _objective(settings: Settings, vocabulary: int) -> Objective:
+    objective: Objective = OBJECTIVES.build(
+        settings.objective,
+        _specials(vocabulary),
+        settings.data.source_length,
+        settings.run.seed,
+    )
+    return objective
 
 
 def _specials(vocabulary: int) -> SpecialTokens:

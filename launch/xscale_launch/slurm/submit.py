@@ -62,11 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-preflight", action="store_true", help="skip the preflight check of the nodes"
     )
-    parser.add_argument(
-        "--no-plan",
-        action="store_true",
-        help="submit without a plan of the memory: only the config is checked",
-    )
+    parser.add_argument("--no-plan", action="store_true", help="only check the config: no plan")
     parser.add_argument("--name", help="name of the job; default: the name of the run folder")
     parser.add_argument(
         "--after", metavar="JOB", help="start after this job has ended, with any exit status"
