@@ -13,7 +13,7 @@ from pathlib import Path
 
 from xscale.core.errors import ConfigError
 from xscale.core.files.file_safety import decode_json
-from xscale.core.files.run_files import read_run_file
+from xscale.core.files.run_files import open_run_file, read_run_file
 from xscale.mesh.environment import rank_environment
 from xscale.run.run_folder import CHECKPOINTS
 
@@ -84,7 +84,7 @@ def _ranks(
         for rank in range(processes):
             result = file if rank == 0 else file.with_suffix(f".{rank}")
             command = [sys.executable, "-c", PROGRAM.format(str(result), repr(began)), "train"]
-            with file.with_suffix(f".{rank}.log").open("wb") as log:
+            with open_run_file(file.with_suffix(f".{rank}.log"), "ab") as log:
                 ranks.append(
                     subprocess.Popen(
                         [*command, *words],
