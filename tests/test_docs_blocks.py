@@ -56,7 +56,7 @@ NOT_RUN = {
     "a model of the reader": r"my_student|finetune_classify|run\.dir=runs/bert",
     "an hour": r"^make train TORCH_INDEX|bench attention --positions|bench layers|--folder DISK|--search --world 64",
 }
-"""What a command needs that no test has -> the commands that need it."""
+"""Need of a command that no test meets -> the commands that have it."""
 
 
 def reasons(line: str) -> list[str]:

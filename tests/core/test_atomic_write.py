@@ -158,7 +158,7 @@ def test_a_disk_without_inodes_is_told_so(has_inodes: bool, tmp_path: Path, monk
 
 
 class LibraryError(Exception):
-    """What a library says where it cannot write."""
+    """Raised by a library where it cannot write."""
 
 
 @pytest.mark.parametrize("error", [LibraryError("failed"), ConfigError("a", "b"), FaultError("c"), KeyError("d")])

@@ -1,4 +1,4 @@
-"""What the launcher prints of logs, run folders and nodes: a terminal shows it, and carries out nothing."""
+"""Text of logs, run folders and nodes that the launcher prints: a terminal shows it, and carries out nothing."""
 
 import argparse
 import json
@@ -78,7 +78,7 @@ def test_json_stays_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 def test_a_log_is_followed_wherever_it_was_cut(
     parts: list[str | bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As it would be shown whole, whatever of it is there at each look."""
+    """A text is shown as it would be whole, whatever of it is there at each look."""
     pieces = [part.encode() if isinstance(part, str) else part for part in parts]
     run = tmp_path / "run"
     (run / "launch/output").mkdir(parents=True)

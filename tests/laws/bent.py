@@ -43,6 +43,7 @@ BENT: dict[str, dict[str, str]] = {
     )
     | {
         "xscale/parallel/context/ulysses.py: first_head": "of a forward with other heads, set back after it",
+        "xscale/bench/start/worker.py: setattr": "of functions that a benchmark times, in a process of its own",
         "xscale/bench/llama.py: weight": "the baseline is a plain torch model, whose head has the embedding's weights",
         "xscale/bench/gpu/results.py: size": "of an entry in an archive, which is no module",
     },

@@ -148,7 +148,7 @@ def test_checking_a_config_is_light() -> None:
 
 @pytest.mark.long
 def test_a_run_imports_what_its_first_step_uses() -> None:
-    """Of the quickstart: what others need is not waited for by every start."""
+    """The quickstart does not wait for what other runs need."""
     done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=False, timeout=600)
     (modules,) = [line.split() for line in done.stderr.splitlines() if line.startswith("loaded ")]
     assert "torch" in modules

@@ -94,7 +94,7 @@ LIBRARIES_METHODS = {"save_pretrained", "from_pretrained", "export_chrome_trace"
 FOLLOWING = {"open_regular", "read_regular"}
 """Functions for the files that a user names, which may be links."""
 PRINTER = "launch/xscale_launch/command.py"
-"""What the launcher prints may be from a run folder, a log or a node: a terminal shows it, and carries out nothing."""
+"""The file that prints for the launcher: text may be from a run folder, a log or a node, and a terminal obeys none."""
 PRINTS = {"print", "sys.stdout.write", "sys.stderr.write"}
 REMOVES = {"shutil.rmtree", "os.remove", "os.unlink", "os.rmdir", "os.removedirs"}
 REMOVING_METHODS = {"unlink", "rmdir", "rmtree"}

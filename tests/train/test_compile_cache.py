@@ -1,4 +1,4 @@
-"""What a killed compilation or a power cut left in torch.compile's cache is compiled again, wherever it ends."""
+"""Remains of a killed compilation or a power cut in torch.compile's cache are compiled again, wherever they end."""
 
 import importlib
 import os
@@ -157,7 +157,7 @@ print(len(removed), torch.compile(lambda x: x.sin().exp() + 1)(torch.zeros(8)).s
     ("size", "ending"), [pytest.param(0, ".so", marks=pytest.mark.nightly), (4000, ".so"), (0, "")]
 )
 def test_torch_compiles_again_what_is_removed(tmp_path: Path, size: int, ending: str) -> None:
-    """Of libraries, or of every file of the cache but the locks."""
+    """Files of libraries, or all of the cache but the locks, are removed."""
 
     def compiled() -> str:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}

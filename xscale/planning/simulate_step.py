@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xscale.data.samples.loader import FullSamples, Loader
 from xscale.measure.op_tracer import OpTracer
 from xscale.measure.traced_costs import Message, Peak, PhaseCost, TraceSegment
 from xscale.mesh.axes import Degrees
@@ -32,12 +31,9 @@ from xscale.nn.attention.block_sparse import BlockSparse
 from xscale.nn.attention.ops import gathered
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.ffn.moe.moe import Moe
-from xscale.nn.module import carried_tensors, substitute
-from xscale.nn.segment_state import SEGMENT_STATE, SegmentStates
-from xscale.nn.tokens import SharedValues, Tokens
-from xscale.objective.objective import OBJECTIVES, Batch, Objective, SpecialTokens
+from xscale.nn.module import substitute
+from xscale.objective.objective import Batch
 from xscale.parallel import context
-from xscale.parallel.context.ring.document_runs import find_document_runs, share_document_runs
 from xscale.parallel.plan import DTYPES, ParallelPlan
 from xscale.parallel.precision import float8
 from xscale.parallel.recompute.activation_checkpointing import CheckpointedBlocks
@@ -59,18 +55,14 @@ from xscale.planning.repeated_layers import (
     find_repeated,
     mark_layers,
 )
+from xscale.planning.simulated_batches import fake_batches, full_batch, objective_of
 from xscale.settings.settings import Settings, build_on_meta
-from xscale.step.batches import MicroBatches, shard_over_cp
 from xscale.step.stepper import Stepper
 from xscale.train.setup import make_engine
 from xscale_kernels import rows
 
 GLOO = ("reduce_scatter_base", "reduce_scatter_tensor")
 """Collectives for which gloo copies its input."""
-TOKEN = 3
-"""Token of the synthetic samples, which is no special one."""
-DOCUMENT = 256
-"""Length of a document in the synthetic samples."""
 ROW_BLOCKS = 4
 """Most row blocks of a CPU kernel in a micro-batch: more would only take time."""
 
@@ -205,8 +197,8 @@ def simulate_layers(
         model = plan.shard(model, mesh, lambda stage: _fill(stage, plan.master, fake, tracer))
         offload = _substitute(model)
         repeated, left_out = _leave_out_layers(model, settings, degrees, leave_out, tracer)
-        objective = _objective(settings, vocabulary)
-        global_batches = [_batch(settings, objective) for _ in range(micro_batches)]
+        objective = objective_of(settings, vocabulary)
+        global_batches = [full_batch(settings, objective) for _ in range(micro_batches)]
         sharded_tensors = sharded_parameters(model)
         tracer.gradient_shapes = set().union(*map(_shapes, model.parameters()))
         with (
@@ -219,8 +211,7 @@ def simulate_layers(
             with tracer.labelled(kind="optimizer"):
                 engine = make_engine(settings, model, sharded_tensors, mesh)
             state_bytes = dict(tracer.live)
-            batches = [shard_over_cp(_faked(batch, fake), sharding) for batch in global_batches]
-            batches = _with_segment_states(model, batches, plan.compute)
+            batches = fake_batches(global_batches, fake, sharding, model, plan.compute)
             repeats = degrees.tp * degrees.pp
             stepper = Stepper(engine, objective, torch.device("cpu"), repeats=repeats)
             stepper.timer.phase = _phases(tracer, marked=left_out > 0)  # type: ignore[method-assign, assignment]
@@ -341,71 +332,6 @@ def _chunks_of_scores(on_gpu: bool) -> Iterator[None]:
         yield
     finally:
         gathered.CHUNK_SCORES = before
-
-
-def _objective(settings: Settings, vocabulary: int) -> Objective:
-    objective: Objective = OBJECTIVES.build(
-        settings.objective,
-        _specials(vocabulary),
-        settings.data.source_length,
-        settings.run.seed,
-    )
-    return objective
-
-
-def _specials(vocabulary: int) -> SpecialTokens:
-    """Special token ids of a tokenizer with that vocabulary size."""
-    return SpecialTokens(vocabulary, 0, 1, 2, range(max(3, vocabulary - 100), vocabulary), bos=1)
-
-
-def _batch(settings: Settings, objective: Objective) -> Batch:
-    """Make a micro-batch as a run does, of samples that are full and have no content."""
-    traits, rows = OBJECTIVES.of(settings.objective).traits, settings.train.micro_batch_size
-    data = FullSamples(settings.data, traits.samples, traits.labels, TOKEN, DOCUMENT)
-    batches = MicroBatches(
-        Loader(data),
-        objective,
-        micro_batch=rows,
-        ranks=1,
-        rank=0,
-        seed=settings.run.seed,
-        separate=not settings.data.cross_documents,
-        device=torch.device("cpu"),
-        steps=settings.train.steps,
-    )
-    batch = batches.make(batches.loader.samples(0, rows), 1, settings.train.batch_size, None)
-    find_document_runs(batch.tokens, batch.source)
-    return batch
-
-
-def _with_segment_states(model: nn.Module, batches: list[Batch], dtype: torch.dtype) -> list[Batch]:
-    """Return the batches with what the model keeps of their rows between segments, if it keeps anything."""
-    if not (carried := carried_tensors(model)):
-        return batches
-    rows, device = len(batches[0].tokens.ids), torch.device("cpu")
-    states = SegmentStates(carried, rows * len(batches), dtype=dtype, device=device)
-    signals: list[dict[Any, Any]] = [
-        {SEGMENT_STATE: states.of_rows(rows * number, rows)} for number in range(len(batches))
-    ]
-    return [
-        replace(batch, tokens=batch.tokens.with_signals(signal))
-        for batch, signal in zip(batches, signals, strict=True)
-    ]
-
-
-def _faked(batch: Batch, fake: FakeTensorMode) -> Batch:
-    def put(tokens: Tokens | None) -> Any:
-        if tokens is None:
-            return None
-        faked = tokens.map_tensors(fake.from_tensor, shared_values=SharedValues())
-        share_document_runs(tokens, faked)
-        if tokens.any_padding() is not None:
-            # Parts that go without padding read on the host where samples end, which a fake tensor does not know.
-            lengths = tokens.sample_lengths()
-            faked.shared_values.get_or_compute("sample_lengths", lambda: lengths)
-        return faked
-
-    return Batch(put(batch.tokens), fake.from_tensor(batch.targets), put(batch.source))
 
 
 def _shapes(parameter: Tensor) -> set[tuple[int, ...]]:

@@ -70,7 +70,7 @@ def show_status(options: argparse.Namespace) -> int:
         say(f"the jobs cannot be queried here: {error}")
         return status.DONE
     if options.json:
-        reached = {"run": str(run), "jobs": jobs, "runs": [asdict(one) for one in runs]}
+        reached = {"run": str(run), "jobs": jobs, "runs": [asdict(state) for state in runs]}
         # json escapes every control character but this one.
         write(json.dumps(reached).replace("\x7f", "\\u007f"))
         return status.DONE

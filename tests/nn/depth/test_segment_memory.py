@@ -1,6 +1,7 @@
 """Memory of earlier segments: the paper's equations written out, the whole text where segments equal it, documents,
 rows that begin anew, every core and position that may read it, gradients, and what is refused."""
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,18 @@ def attention_weights(query: Tensor, keys: Tensor, u: Tensor, v: Tensor, project
     return torch.softmax(torch.stack(scores), 0)
 
 
+def outputs_of_heads(q: Tensor, key: Tensor, value: Tensor, u: Tensor, v: Tensor, projection: Tensor) -> Tensor:
+    """Outputs [B, T, D] of all heads. Each query sees the keys [B, M + T, D] up to its own token."""
+    outputs = torch.zeros_like(q)
+    offset = key.shape[1] - q.shape[1]
+    for b, head, i in itertools.product(range(len(q)), range(HEADS), range(q.shape[1])):
+        own = slice(head * WIDTH // HEADS, (head + 1) * WIDTH // HEADS)
+        seen = key[b, : offset + i + 1, own]
+        weights = attention_weights(q[b, i, own], seen, u[head], v[head], projection[own])
+        outputs[b, i, own] = weights @ value[b, : len(seen), own]
+    return outputs
+
+
 def literal(
     model: Any,
     ids: Tensor,
@@ -61,7 +74,7 @@ def literal(
     maps the states of a block that leave its memory to slots, of which the last `slots` are read before the memory.
     `summarise`: makes of the outputs of all blocks what each reads before the next segment.
     """
-    weights, k = dict(model.named_parameters()), WIDTH // HEADS
+    weights = dict(model.named_parameters())
     batch, total = ids.shape
     compressed = [torch.zeros(batch, 0, WIDTH, dtype=torch.float64) for _ in range(DEPTH)]
     kept = [torch.zeros(batch, 0, WIDTH, dtype=torch.float64) for _ in range(DEPTH)]
@@ -86,17 +99,7 @@ def literal(
             )
             u, v = part("mixer.part.position.content_bias"), part("mixer.part.position.position_bias")
             projection = part("mixer.part.position.weight")
-            heads = torch.zeros_like(q)
-            offset = both.shape[1] - h.shape[1]
-            for b in range(batch):
-                for head in range(HEADS):
-                    own = slice(head * k, (head + 1) * k)
-                    tables = u[head], v[head], projection[own]
-                    for i in range(h.shape[1]):
-                        seen = key[b, : offset + i + 1, own]
-                        a = attention_weights(q[b, i, own], seen, *tables)
-                        heads[b, i, own] = a @ value[b, : len(seen), own]
-            mixed = heads @ part("mixer.part.o.weight").T
+            mixed = outputs_of_heads(q, key, value, u, v, projection) @ part("mixer.part.o.weight").T
             h = norm(h + mixed, "mixer") if post else h + mixed
             inner = h if post else norm(h, "ffn")
             y = F.gelu(inner @ part("ffn.part.up.weight").T) @ part("ffn.part.down.weight").T

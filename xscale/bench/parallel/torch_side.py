@@ -162,7 +162,7 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _with_contiguous_gradient(received: Tensor) -> Tensor:
     """Return the output of a collective, whose backward in torch 2.11 sends contiguous gradients alone."""
     if received.requires_grad:
-        received.register_hook(lambda gradient: gradient.contiguous())
+        received.register_hook(lambda gradient: gradient.contiguous())  # type: ignore[no-untyped-call]
     return received
 
 

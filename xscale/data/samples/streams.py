@@ -46,8 +46,8 @@ class StreamDataset:
         """Return the number by which what is random in sample `index` is drawn, as `PackedDataset` does."""
         if self.packed.dupe_factor is None:
             return index
-        epoch, place = divmod(int(self._segments_read(np.array([index]))[0]), len(self))
-        return place + epoch % self.packed.dupe_factor * len(self)
+        epoch, position = divmod(int(self._segments_read(np.array([index]))[0]), len(self))
+        return position + epoch % self.packed.dupe_factor * len(self)
 
     def _segments_read(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the segments from the begin of the text to each sample [N], with those of whole epochs."""

@@ -273,7 +273,7 @@ class ByLayer(KeyMapping):
     kinds: LayerKinds
     sections: Mapping[Any, Table]
     path: str = "layer_types"
-    """SameKey of config.json that problems of a kind name."""
+    """Key of config.json that problems of a kind name."""
 
     def read(self, reading: Reading, name: str) -> Any:
         kind = self.kinds.from_hf(reading.data)[reading.layer]

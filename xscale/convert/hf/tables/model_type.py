@@ -106,7 +106,7 @@ class ModelType:
     ignored_keys: frozenset[str] = frozenset()
     """Keys of config.json that say nothing of the logits, besides those that all types have."""
     length_key: str = "max_position_embeddings"
-    """SameKey of the longest text; empty: there is none."""
+    """Key of the longest text; empty: there is none."""
     writes: Callable[[Any, ModelSizes], Data] = lambda config, sizes: {}
     """Further keys of config.json that an export writes."""
     checks: tuple[Callable[[Any, Requirements], None], ...] = ()

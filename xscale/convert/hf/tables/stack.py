@@ -29,7 +29,7 @@ class StackTable(KeyMapping):
     """A stack of blocks."""
 
     depth: str
-    """SameKey of config.json with the number of layers."""
+    """Key of config.json with the number of layers."""
     block: Table
     """Table of a block."""
     keys: Table = field(default_factory=dict)

@@ -59,7 +59,7 @@ class Compression(Module):
         slots: Tensor = self.encode(windows.flatten(2))  # [B, T / c, D]
         return slots
 
-    def loss(self, old: Tensor, slots: Tensor, is_text: Tensor) -> Tensor | None:
+    def reconstruction_loss(self, old: Tensor, slots: Tensor, is_text: Tensor) -> Tensor | None:
         """Mean squared error of the states [B, T, D] that g makes of slots [B, T / c, D], where a slot `is_text`
         [B, T / c]; None: nothing is trained."""
         if self.decode is None:

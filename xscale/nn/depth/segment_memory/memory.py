@@ -204,7 +204,7 @@ class MemoryOfForward:
         old = joined[:, : x.shape[1]].to(x.dtype)
         slots = compress(old)  # [B, T / c, D]
         self._append(f"compressed.{layer}", slots)
-        loss = compress.loss(old, slots, self._compressed > EMPTY)
+        loss = compress.reconstruction_loss(old, slots, self._compressed > EMPTY)
         weight = self._forward.aux_loss_weight
         return x if loss is None else attach(x, loss, weight)
 
