@@ -46,7 +46,7 @@ def generate(
     """Generate from prompt ids [T] up to `length` further ids, without the `end` token that stops generation.
 
     Collective: all ranks sample the same tokens. `window` is the longest sequence that the model's positions support;
-    generation stops there, or goes on in the next segment if the model keeps a state between segments. `source` [S]:
+    generation stops there, or continues in the next segment if the model keeps a state between segments. `source` [S]:
     input ids of an encoder-decoder. `policy`: when a token leaves at an exit; the blocks behind it compute their keys
     and values from the hidden state that left. None: all blocks are computed. `prefix`: whether the prompt is a
     prefix, whose tokens see each other in both directions. `stops`: told the ids so far, whether generation stops

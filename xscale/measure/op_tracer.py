@@ -167,7 +167,8 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._track_tensors(out)
             self._add_temporaries(self.workspaces[key])
             return out
-        before, outer, rising = self.total, self._most, self._rising
+        before = self.total
+        outer, rising = self._most, self._rising
         self._most = self.total
         out = self._run_implementation(func, args, named)
         self._track_tensors(out)

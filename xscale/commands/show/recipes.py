@@ -21,7 +21,7 @@ SHOWN_BY = {
 DEFAULT = "quickstart"
 COMMENT_WIDTH = 110
 NEAR = 0.75
-"""Words that are less alike are none of one another: `llama` is no misspelling of `glam`, nor `mine` of `admin`."""
+"""Words of less similarity are no misspellings: `llama` is no misspelling of `glam`, nor `mine` of `admin`."""
 FEW = 8
 """At most so many kinds are written beside a key."""
 

@@ -170,7 +170,8 @@ class PastTokens:
 
     def inputs(self, x: Tensor, index: int) -> tuple[Tensor, Tensor, Tokens, Tokens]:
         """Return the embedding [B, 1, D] of the token at `index` of x, memories [B, S, D], and the tokens of both."""
-        h, tokens, length = x[:, index : index + 1], self._tokens, self._part.length
+        h = x[:, index : index + 1]
+        tokens, length = self._tokens, self._part.length
         memory = torch.cat((torch.zeros_like(h), *self._memories[-length:]), 1)
         document = self._of_text[:, index : index + 1]
         position = tokens.positions[:, index : index + 1]

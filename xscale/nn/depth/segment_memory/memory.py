@@ -163,7 +163,8 @@ class MemoryOfForward:
 
     def __init__(self, part: SegmentMemory, rows: RowStates, tokens: Tokens) -> None:
         """Read which slots of the memory of the rows are filled: none of a row whose segment begins anew."""
-        self._part, self._rows, self._forward = part, rows, tokens.forward
+        self._part, self._rows = part, rows
+        self._forward = tokens.forward
         self._keeps = tokens.forward.cache is None
         ids = tokens.ids
         self._documents = torch.zeros_like(ids) if tokens.documents is None else tokens.documents

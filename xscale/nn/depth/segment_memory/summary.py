@@ -151,7 +151,7 @@ class SummaryOfForward:
         if is_filled:
             self.tokens, self.source = with_memory(tokens, documents)
         self._keeps = tokens.forward.cache is None
-        # Only tokens of the document that goes on in the next segment are of its past.
+        # Only tokens of the document that continues in the next segment are of its past.
         is_past = torch.ones_like(tokens.ids, dtype=torch.bool)
         if following is not None and tokens.documents is not None:
             is_past = tokens.documents == following[:, None]
