@@ -62,21 +62,35 @@ def explain(
 
 def init(
     recipe: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help="A recipe or variant (`xscale list recipes`).",
+            help="A recipe or variant (`xscale list recipes`); default: quickstart.",
             parser=path_or_pattern,
             autocompletion=complete_recipe,
         ),
-    ] = "quickstart",
+    ] = None,
+    from_: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            help="In place of a recipe: a config of Megatron-LM, torchtitan, DeepSpeed, HF Trainer, nanoGPT "
+            "or nanochat; once more: the config.json of a model.",
+            parser=path,
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The YAML file to write; default: RECIPE.yaml.", parser=path)
     ] = None,
 ) -> None:
     """Write a recipe as one commented YAML file to edit. A file that exists is not overwritten."""
-    from xscale.commands.show.recipe_file import init as run
+    if from_:
+        from xscale.commands.show.init_from import init_from
 
-    run(recipe, out)
+        init_from(recipe, from_, out)
+    else:
+        from xscale.commands.show.recipe_file import init as run
+
+        run(recipe or "quickstart", out)
 
 
 def check_part(

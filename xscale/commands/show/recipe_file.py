@@ -25,13 +25,24 @@ def init(name: str, out: Path | None) -> None:
     ConfigError for an unknown name, and if the file exists or cannot be written.
     """
     recipe = recipe_named(name)
-    target = Path(f"{recipe.stem}.yaml") if out is None else out
+    target = recipe_target(out, recipe.stem)
+    write_new(target, file_text(recipe, f"runs/{target.stem}"))
+    print(f"wrote {target}, the recipe '{recipe.stem}' with all that it uses. Edit it, then:")
+    print_next_commands(target)
+
+
+def recipe_target(out: Path | None, stem: str) -> Path:
+    """Return the YAML file to write, `stem` with its ending if `out` is None; ConfigError for another ending."""
+    target = Path(f"{stem}.yaml") if out is None else out
     if target.suffix not in YAML:
         raise ConfigError(
             "--out", f"must be a .yaml file, got {str(target)!r}", f"Give --out {target}.yaml."
         )
-    _write_new(target, file_text(recipe, f"runs/{target.stem}"))
-    print(f"wrote {target}, the recipe '{recipe.stem}' with all that it uses. Edit it, then:")
+    return target
+
+
+def print_next_commands(target: Path) -> None:
+    """Print the commands that follow once a recipe is written."""
     print(f"  xscale plan {target} --check      find mistakes without starting")
     print(f"  xscale train {target}")
     print("  xscale explain KEY      what a key means, such as train.batch_size")
@@ -42,26 +53,30 @@ def file_text(recipe: Path, run_folder: str) -> str:
     data = {key: value for key, value in compose(recipe, []).data.items() if key != "about"}
     # That of the recipe may have a run already, which the file would resume.
     data["run"] = {**data.get("run", {}), "dir": run_folder}
+    opening = [
+        heading(recipe),
+        f"Written by `xscale init {recipe.stem}`: every key of the recipe with its meaning. `xscale explain KEY` "
+        "has its type, default and choices; `xscale train FILE key=value` overrides it for one run.",
+    ]
+    return commented_text(data, opening)
+
+
+def commented_text(data: dict[str, Any], opening: list[str]) -> str:
+    """Return a recipe as YAML text: the paragraphs `opening`, and each key below a comment with its sentence."""
     keys = config_keys()
     missing = [
         key.path for key in keys.children(keys.root) if key.path not in data and key.path != "about"
     ]
-    opening = [
+    lines = [
         f"# yaml-language-server: $schema={(configs_folder() / SCHEMA).as_uri()}",
-        *wrapped(heading(recipe), "# ", COMMENT_WIDTH),
-        *wrapped(
-            f"Written by `xscale init {recipe.stem}`: every key of the recipe with its meaning. `xscale explain KEY` "
-            "has its type, default and choices; `xscale train FILE key=value` overrides it for one run.",
-            "# ",
-            COMMENT_WIDTH,
-        ),
+        *(line for paragraph in opening for line in wrapped(paragraph, "# ", COMMENT_WIDTH)),
     ]
     footer = wrapped(
         f"Sections at their defaults: {', '.join(missing)}. `xscale explain SECTION` lists the keys of one.",
         "# ",
         COMMENT_WIDTH,
     )
-    return "\n".join([*opening, *_commented(keys, [keys.root], data, ""), "", *footer]) + "\n"
+    return "\n".join([*lines, *_commented(keys, [keys.root], data, ""), "", *footer]) + "\n"
 
 
 def _commented(
@@ -118,7 +133,7 @@ def _commented_item(keys: ConfigKeys, above: list[Key], item: Any, indent: str) 
     return lines
 
 
-def _write_new(target: Path, text: str) -> None:
+def write_new(target: Path, text: str) -> None:
     """Write a file that must not exist yet, in one step: a killed process leaves no half of it."""
     part = target.with_name(f".{os.getpid()}.part")
     try:
