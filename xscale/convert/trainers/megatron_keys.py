@@ -280,6 +280,6 @@ MEGATRON = TrainerTable(
     fixed={"model.kind": "decoder", f"{MIXER}.kind": "attention", "moe.router.kind": "topk"},
     can="The highest measured throughput of dense GPT models on thousands of GPUs, multimodal models, FP8 parameters, "
     "batch-size ramps.",
-    cannot="Forty efficient attention cores and every family of routers, one checkpoint for every layout with exact "
+    cannot="The attention cores and routers of `xscale list`, one checkpoint for every layout with exact "
     "resume, a plan of memory and time before the queue.",
 )
