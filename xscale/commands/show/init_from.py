@@ -15,7 +15,7 @@ from xscale.convert.hf.config_json import CONFIG_JSON, UNKNOWN, read_config_json
 from xscale.convert.hf.registry import architecture_of, model_from_hf_config
 from xscale.convert.trainers.read_file import read_file
 from xscale.convert.trainers.to_recipe import (
-    LeftOut,
+    OmittedKey,
     convert,
     recipe_data,
     table_of,
@@ -82,7 +82,7 @@ def _is_model(file: Path, data: Mapping[str, Any]) -> bool:
     return file.suffix.lower() == ".json" and "model_type" in data
 
 
-def _of_trainer(files: list[Path]) -> tuple[dict[str, Any], list[LeftOut], list[str], str]:
+def _of_trainer(files: list[Path]) -> tuple[dict[str, Any], list[OmittedKey], list[str], str]:
     """Settings, keys left out, notes and the name of what was read, of the files that are no model's."""
     contents = {file: read_file(file) for file in files}
     trainers = [file for file, data in contents.items() if not _is_model(file, data)]
@@ -133,5 +133,5 @@ def _kinds_first(data: Any) -> Any:
     }
 
 
-def _sentence(item: LeftOut) -> str:
+def _sentence(item: OmittedKey) -> str:
     return plain(f"{item.key} = {plain(str(item.value), VALUE_CHARACTERS)}: {item.why}.")

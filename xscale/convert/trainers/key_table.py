@@ -34,7 +34,7 @@ class KeyEntry:
 
 @dataclass(frozen=True)
 class DerivedKey:
-    """A key here that follows from others here, where the trainer's file does not set it."""
+    """A key here that follows from other_values here, where the trainer's file does not set it."""
 
     path: str
     unit: str
@@ -54,7 +54,7 @@ class TrainerTable:
     suffixes: tuple[str, ...]
     """Endings of its configs."""
     entries: tuple[KeyEntry, ...]
-    """Of two entries for one key here the later counts."""
+    """Entries of its keys; the later of two for one key here counts."""
     derived: tuple[DerivedKey, ...] = ()
     defaults: Settings = field(default_factory=dict)
     """Its own defaults, of keys there, where they differ from those here."""
@@ -63,9 +63,9 @@ class TrainerTable:
     sections: bool = False
     """Whether its keys are named with their sections."""
     can: str = ""
-    """What it has and xscale has not, as a sentence."""
+    """Sentence on what it has and xscale has not."""
     cannot: str = ""
-    """What xscale adds, as a sentence."""
+    """Sentence on what xscale adds."""
 
     def key_name(self, dotted: str) -> str:
         """Return the name in the table of a key as a file has it."""
@@ -111,25 +111,25 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _divided(value: Any, others: list[Any]) -> float:
-    if not _number(others[0]):
+def _divided(value: Any, other_values: list[Any]) -> float:
+    if not _number(other_values[0]):
         raise UnfitError("is a ratio to 0")
-    return float(f"{_number(value) / others[0]:.12g}")
+    return float(f"{_number(value) / other_values[0]:.12g}")
 
 
-def _product(value: Any, others: list[Any]) -> int:
+def _product(value: Any, other_values: list[Any]) -> int:
     # Counts such as -1 stand for all ranks that are left, which the file does not say.
-    for other in (value, *others):
+    for other in (value, *other_values):
         if not isinstance(other, int) or isinstance(other, bool):
             raise UnfitError("must be an integer")
     result = max(1, value)
-    for other in others:
+    for other in other_values:
         result *= max(1, other)
     return result
 
 
-def _exact_quotient(value: Any, others: list[Any]) -> int:
-    divisor = _product(1, others)
+def _exact_quotient(value: Any, other_values: list[Any]) -> int:
+    divisor = _product(1, other_values)
     if int(_number(value)) <= 0:
         raise UnfitError("is left to the trainer")
     if value % divisor:
@@ -137,30 +137,30 @@ def _exact_quotient(value: Any, others: list[Any]) -> int:
     return int(value // divisor)
 
 
-def _rounded(value: Any, others: list[Any]) -> int:
-    return round(_number(value) * _number(others[0]))
+def _rounded(value: Any, other_values: list[Any]) -> int:
+    return round(_number(value) * _number(other_values[0]))
 
 
-def _steps_or_fraction(value: Any, others: list[Any]) -> int:
-    return _rounded(value, others) if 0 < _number(value) < 1 else int(value)
+def _steps_or_fraction(value: Any, other_values: list[Any]) -> int:
+    return _rounded(value, other_values) if 0 < _number(value) < 1 else int(value)
 
 
-def _positive(value: Any, others: list[Any]) -> Any:
+def _positive(value: Any, other_values: list[Any]) -> Any:
     if _number(value) <= 0:
         raise UnfitError("is left to the trainer")
     return value
 
 
-def _positive_or_zero(value: Any, others: list[Any]) -> Any:
+def _positive_or_zero(value: Any, other_values: list[Any]) -> Any:
     return max(0, _number(value))
 
 
-def _zero_is_null(value: Any, others: list[Any]) -> Any:
+def _zero_is_null(value: Any, other_values: list[Any]) -> Any:
     return _number(value) or None
 
 
 def _item(index: int) -> Convert:
-    def item(value: Any, others: list[Any]) -> Any:
+    def item(value: Any, other_values: list[Any]) -> Any:
         if not isinstance(value, list | tuple) or len(value) != 2:
             raise UnfitError("must be a list of two numbers")
         return value[index]
@@ -168,42 +168,42 @@ def _item(index: int) -> Convert:
     return item
 
 
-def _integer(value: Any, others: list[Any]) -> int:
+def _integer(value: Any, other_values: list[Any]) -> int:
     if int(_number(value)) != value:
         raise UnfitError("must be a whole number")
     return int(value)
 
 
-def _remaining(value: Any, others: list[Any]) -> int:
-    return max(0, int(value) - int(others[0]))
+def _remaining(value: Any, other_values: list[Any]) -> int:
+    return max(0, int(value) - int(other_values[0]))
 
 
-def _gated_hidden(value: Any, others: list[Any]) -> int:
+def _gated_hidden(value: Any, other_values: list[Any]) -> int:
     return int(4 * _number(value) * 2 / 3) // 64 * 64
 
 
-def _width(value: Any, others: list[Any]) -> int:
-    aspect, head = (_product(1, [other]) for other in others)
+def _width(value: Any, other_values: list[Any]) -> int:
+    aspect, head = (_product(1, [other]) for other in other_values)
     return -(-_product(value, []) * aspect // head) * head
 
 
-def _heads(value: Any, others: list[Any]) -> int:
-    return _width(value, others) // _product(1, others[1:])
+def _heads(value: Any, other_values: list[Any]) -> int:
+    return _width(value, other_values) // _product(1, other_values[1:])
 
 
-def _virtual_stages(value: Any, others: list[Any]) -> int:
-    return _exact_quotient(others[0], [others[1], value])
+def _virtual_stages(value: Any, other_values: list[Any]) -> int:
+    return _exact_quotient(other_values[0], [other_values[1], value])
 
 
 UNITS = {
-    "same": Unit(lambda value, others: value),
+    "same": Unit(lambda value, other_values: value),
     "integer": Unit(_integer),
     "divided by": Unit(_divided, "divided by {}"),
     "times": Unit(_product, "times {}"),
     "in units of": Unit(_exact_quotient, "divided by {}"),
     "fraction of": Unit(_rounded, "times {}, rounded"),
     "steps or fraction of": Unit(_steps_or_fraction, "below 1: times {}, rounded"),
-    "negation": Unit(lambda value, others: not value, "negated"),
+    "negation": Unit(lambda value, other_values: not value, "negated"),
     "positive": Unit(_positive, "where it is positive"),
     "at least 0": Unit(_positive_or_zero, "-1 is 0"),
     "0 is null": Unit(_zero_is_null, "0 is null"),

@@ -67,8 +67,8 @@ def _options(words: list[str], variables: dict[str, str]) -> dict[str, Any]:
     name = ""
     for word in words:
         if re.match(r"--[A-Za-z]", word):
-            name, given, value = word.removeprefix("--").partition("=")
-            options[name] = _value(value, variables) if given else True
+            name, has_value, value = word.removeprefix("--").partition("=")
+            options[name] = _value(value, variables) if has_value else True
         elif name and word != "--":
             value = _value(word, variables)
             if options[name] is True:

@@ -29,23 +29,23 @@ TEXT = {
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class OmittedKey:
     """A key of the other trainer's file that the recipe does not have."""
 
     key: str
     value: Any
     why: str
-    """What is done here, or that no counterpart is known."""
+    """Clause on what is done here, or that no counterpart is known."""
 
 
 @dataclass
 class Converted:
-    """What a file of another trainer gives."""
+    """Settings that a file of another trainer gives."""
 
     table: TrainerTable
     settings: dict[str, Any]
     """Dotted key here -> value."""
-    left_out: list[LeftOut]
+    left_out: list[OmittedKey]
 
 
 def table_of(file: Path, data: Mapping[str, Any]) -> TrainerTable:
@@ -72,10 +72,10 @@ def _first_keys(table: TrainerTable) -> list[str]:
 
 def convert(table: TrainerTable, data: Mapping[str, Any]) -> Converted:
     """Return the settings here of the trainer's keys `data`, its own defaults included, and the keys left out."""
-    given = {table.key_name(key): value for key, value in data.items()}
+    named_values = {table.key_name(key): value for key, value in data.items()}
     known = {key: value for key, value in given.items() if _is_set(value)}
     settings: dict[str, Any] = dict(table.fixed)
-    left_out: dict[str, LeftOut] = {}
+    left_out: dict[str, OmittedKey] = {}
     taken: set[str] = set()
     used: set[str] = set()
     # Kinds first, because other keys mean something with some kinds alone; defaults before what is given.
@@ -84,22 +84,24 @@ def convert(table: TrainerTable, data: Mapping[str, Any]) -> Converted:
             for entry in table.entries:
                 if entry.name not in values or bool(entry.needs) != has_needs:
                     continue
-                whole = {**table.defaults, **known, entry.name: values[entry.name]}
+                all_values = {**table.defaults, **known, entry.name: values[entry.name]}
                 try:
-                    settings |= _settings_of(entry, whole, settings)
+                    settings |= _settings_of(entry, all_values, settings)
                     used |= {*entry.of}
                     taken |= {entry.name} if values is known else set()
                 except UnfitError as error:
-                    left_out[entry.name] = LeftOut(entry.name, whole[entry.name], str(error))
+                    left_out[entry.name] = OmittedKey(
+                        entry.name, all_values[entry.name], str(error)
+                    )
     _derive(table, settings)
     for key, value in known.items():
         paths = [entry.path for entry in table.named(key) if entry.path]
         if not table.named(key):
-            left_out[key] = LeftOut(key, value, _advice(key))
+            left_out[key] = OmittedKey(key, value, _advice(key))
         elif (
             paths and all(path.startswith("moe.") for path in paths) and not _has_experts(settings)
         ):
-            left_out[key] = LeftOut(key, value, "has no effect without experts")
+            left_out[key] = OmittedKey(key, value, "has no effect without experts")
             taken.discard(key)
     missing = [item for key, item in left_out.items() if key in known and key not in taken | used]
     return Converted(table, settings, missing)
@@ -123,10 +125,10 @@ def _is_set(value: Any) -> bool:
 
 
 def _settings_of(
-    entry: KeyEntry, whole: Mapping[str, Any], settings: Mapping[str, Any]
+    entry: KeyEntry, all_values: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The keys here that an entry sets; UnfitError with the reason where it sets none."""
-    value = whole[entry.name]
+    value = all_values[entry.name]
     if not entry.path and not entry.values:
         raise UnfitError(entry.instead)
     if not _are_met(entry.needs, settings):
@@ -143,13 +145,13 @@ def _settings_of(
                 f"this value has no counterpart; these have one: {', '.join(entry.values)}"
             )
         return dict(entry.values[spelled])
-    missing = [name for name in entry.of if name not in whole]
+    missing = [name for name in entry.of if name not in all_values]
     if missing:
         raise UnfitError(
             f"{entry.path} follows from it and {', '.join(missing)}, which is not given"
         )
     try:
-        converted = UNITS[entry.unit].convert(value, [whole[name] for name in entry.of])
+        converted = UNITS[entry.unit].convert(value, [all_values[name] for name in entry.of])
     except UnfitError as error:
         raise UnfitError(f"{error}; here it is {entry.path}") from None
     return {entry.path: converted}
@@ -160,25 +162,25 @@ def _are_met(needs: Mapping[str, tuple[Any, ...]], settings: Mapping[str, Any]) 
 
 
 def _advice(key: str) -> str:
-    """What an unknown key may be here."""
+    """Return what an unknown key may be here."""
     word = key.rpartition(".")[2]
     if way := way_of(word):
         return way[0].lower() + way[1:].rstrip(".?")
     return f"{meant_by(word)}, perhaps" if meant_by(word) else "no counterpart is known"
 
 
-def unset_keys(data: Mapping[str, Any], table: TrainerTable) -> list[LeftOut]:
+def unset_keys(data: Mapping[str, Any], table: TrainerTable) -> list[OmittedKey]:
     """List the keys whose values the file does not have: shell variables, and values that the trainer fills in."""
-    found: list[LeftOut] = []
+    unset: list[OmittedKey] = []
     for dotted, value in data.items():
         name = table.key_name(dotted)
         path = next((entry.path for entry in table.named(name) if entry.path), "")
         where = f"; set {path}" if path else ""
         if isinstance(value, ShellValue):
-            found.append(LeftOut(name, value.text, f"only the shell knows its value{where}"))
+            unset.append(OmittedKey(name, value.text, f"only the shell knows its value{where}"))
         elif value == "auto":
-            found.append(LeftOut(name, value, f"the trainer fills it in{where}"))
-    return found
+            unset.append(OmittedKey(name, value, f"the trainer fills it in{where}"))
+    return unset
 
 
 def recipe_data(settings: Mapping[str, Any]) -> dict[str, Any]:
