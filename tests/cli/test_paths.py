@@ -25,7 +25,14 @@ NO_PATHS = {
     *("generate suffix", "eval thresholds", "eval tasks", "bench attention only", "bench attention lengths"),
     *("bench attention device", "bench attention dtype", "bench layers only", "bench layers lengths"),
     *("bench layers device", "bench layers dtype", "bench decode only", "bench decode device", "bench decode dtype"),
-    *("bench checkpoint device", "bench train side", "bench parallel only", "bench gpu only", "bench gpu device"),
+    *(
+        "bench checkpoint device",
+        "bench train side",
+        "bench parallel only",
+        "bench gpu only",
+        "bench gpu device",
+        "bench plan device",
+    ),
     *("bench links name", "checkpoint show only", "checkpoint diff only", "checkpoint consolidate only"),
     *("checkpoint export to", "checkpoint export architecture", "checkpoint import origin", "check-part names"),
     # The launcher parses its words itself.

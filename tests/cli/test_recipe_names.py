@@ -25,6 +25,7 @@ FILES = {
     "data inspect config": ["data", "inspect"],
     "bench memory config": ["bench", "memory"],
     "bench train config": ["bench", "train"],
+    "bench start config": ["bench", "start"],
     "bench checkpoint config": ["bench", "checkpoint", "--config"],
     "checkpoint import config": ["checkpoint", "import", "exported", "runs/new"],
 }

@@ -55,7 +55,7 @@ def test_a_name_stands_for_its_recipe() -> None:
         ("mine/xyzzy.yaml", "run", "The YAML files of mine are experiment.yaml, quickstart.yml. `xscale list recipes`"),
         ("xyzzy.yaml", "run", "The folder . has no YAML file. `xscale list recipes`"),
         ("there/xyzzy.yaml", "run", "There is no folder there. `xscale list recipes`"),
-        ("experts.yml", "compare", "Did you mean 'experts' (without .yaml)? By name there are: experts."),
+        ("experts.yml", "compare", "Did you mean 'experts' (without .yaml)? By name there are: experts, memory."),
         ("byts", "ladder", "configs/ladder has none of this name. Did you mean 'bytes'?"),
     ],
 )

@@ -163,4 +163,4 @@ def test_files_and_folders_of_a_run_are_made(tmp_path: Path) -> None:
 def test_the_log_of_a_run_that_is_a_link_is_not_shown(tmp_path: Path, outside: Path) -> None:
     (tmp_path / "log.txt").symlink_to(outside / "file")
     with pytest.raises(LaunchError, match="not a file"):
-        watch.print_from(tmp_path / "log.txt", 0)
+        watch.GrowingLog(tmp_path / "log.txt").read()

@@ -166,6 +166,7 @@ PADDING_WEIGHS_NOTHING = {
     "Exits",
     "Head",
     "LengthHead",
+    "MemoryOfForward",
     "MultiToken",
     "SentenceContrast",
     "SentenceHead",

@@ -361,7 +361,7 @@ def test_global_tokens_do_not_leave() -> None:
         ({"two_stage": 0.5, "second_target": 0.5}, "two stages train nothing behind the exits. Take 0.0, or"),
         (
             {"self_sampling": 0.5},
-            "tokens leave by a policy, and there is none. Take null, or model.stack.exits.policy=",
+            "tokens leave by a policy, and there is none. Take null, or 'model.stack.exits.policy=",
         ),
         ({"self_sampling": 0.5, "two_stage": 0.5, "policy": POLICIES[0]}, "all blocks are frozen then"),
         ({"policy": {"criterion": "vote", "threshold": 1}}, "policy.power: 'vote' needs it"),

@@ -82,7 +82,20 @@ def network(position: dict[str, Any], causal: bool = True, length: int = 24, **c
     return ready(Attention(config, sizes))
 
 
-def literal(mixer: Attention, x: Tensor, documents: Tensor, scale: float | None = None) -> Tensor:
+def sparsemax(scores: Tensor) -> Tensor:
+    """Weights of scores [N] by Martins and Astudillo 2016, algorithm 1: entmax of alpha = 2."""
+    ordered = scores.sort(descending=True).values
+    count = max(k for k in range(1, len(scores) + 1) if 1 + k * ordered[k - 1] > ordered[:k].sum())
+    return (scores - (ordered[:count].sum() - 1) / count).clamp(min=0)
+
+
+def literal(
+    mixer: Attention,
+    x: Tensor,
+    documents: Tensor,
+    scale: float | None = None,
+    weigh: Callable[[Tensor], Tensor] = lambda scores: scores.softmax(0),
+) -> Tensor:
     """softmax and sum of values pair by pair; heads share keys in order."""
     part: Any = mixer.position
     score = EQUATIONS[part.Config.kind]
@@ -97,7 +110,7 @@ def literal(mixer: Attention, x: Tensor, documents: Tensor, scale: float | None 
                 group, seen = head // shared, range(i + 1 if mixer.causal else x.shape[1])
                 seen = [j for j in seen if documents[b, i] == documents[b, j]]
                 scores = [scale * score(mixer, q[b, i, head], k[b, j, group], head, j - i) for j in seen]
-                weights = torch.stack(scores).softmax(0)
+                weights = weigh(torch.stack(scores))
                 total = sum(weight * v[b, j, group] for weight, j in zip(weights, seen, strict=True))
                 if part.adds_values:
                     tables = [part.value_table[shaw_row(part, j - i)] for j in seen]
@@ -143,18 +156,23 @@ def test_decoding_equals_the_parallel_form(position: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("position", POSITIONS, ids=lambda position: "-".join(map(str, position.values())))
-@pytest.mark.parametrize("core", [{"kind": "entmax"}, {"kind": "split_heads", "cores": [{"kind": "softmax"}] * 2}])
-def test_other_cores_have_the_same_terms(position: dict[str, Any], core: dict[str, Any]) -> None:
-    """Entmax near softmax (alpha = 1), and heads split into groups of the same core."""
-    mixer, x = network(position, core=core), drawn(2, 20, WIDTH)
+def test_split_heads_have_the_same_terms(position: dict[str, Any]) -> None:
+    mixer, x = network(position, core={"kind": "split_heads", "cores": [{"kind": "softmax"}] * 2}), drawn(2, 20, WIDTH)
     plain = network(position)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             mixer.get_parameter(name).copy_(parameter)
+    torch.testing.assert_close(mixer(x, at(20)), plain(x, at(20)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("position", POSITIONS, ids=lambda position: "-".join(map(str, position.values())))
+def test_entmax_has_the_same_terms(position: dict[str, Any]) -> None:
+    mixer, x = network(position, core={"kind": "entmax"}), drawn(2, 9, WIDTH)
+    with torch.no_grad():
         for parameter in mixer.core.parameters():
-            parameter.fill_(-14.0)
-    found, wanted = mixer(x, at(20)), plain(x, at(20))
-    assert torch.allclose(found, wanted, atol=1e-3 if core["kind"] == "entmax" else 1e-12)
+            parameter.fill_(40.0)  # sigmoid(a) = 1
+    wanted = literal(mixer, x, torch.zeros(2, 9), weigh=sparsemax)
+    torch.testing.assert_close(mixer(x, at(9)), wanted, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("position", POSITIONS, ids=lambda position: "-".join(map(str, position.values())))

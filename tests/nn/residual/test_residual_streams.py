@@ -51,6 +51,9 @@ WITH: dict[str, dict[str, Any]] = {
     "halting": {"halting": {}},
     "pooling": {"pooling": {"before": [1]}},
     "mask_decoder": {"mask_decoder": {}},
+    "segment_memory": {"segment_memory": {"length": 4}},
+    "segment_summary": {"segment_summary": {}},
+    "feedback": {"feedback": {"length": 4}},
 }
 
 

@@ -1,6 +1,7 @@
 """`xscale bench start`: from the command to the first step, and from a kill to the next step, broken down by phase."""
 
 import contextlib
+import json
 import signal
 import socket
 import subprocess
@@ -68,7 +69,7 @@ def bench_start(config: Path, overrides: list[str], processes: int, compiles: bo
 def _settings(folder: Path) -> list[str]:
     """Overrides that let a run save after its second step, and do nothing else beside its steps."""
     return [
-        *("train.steps=100000", "train.eval_every=0", "train.sample.prompts=[]"),
+        *("train.steps=100000", "train.eval_every=0", f"train.sample.prompts={json.dumps([])}"),
         *("checkpoint.every_steps=2", f"data.folder={folder / 'data'}", "observe.progress=false"),
     ]
 
