@@ -95,11 +95,7 @@ def _of_trainer(files: list[Path]) -> tuple[dict[str, Any], list[OmittedKey], li
     data = contents[trainers[0]]
     table = table_of(trainers[0], data)
     converted = convert(table, data)
-    unset = unset_keys(data, table)
-    left_out = [
-        *unset,
-        *(item for item in converted.left_out if item.key not in {each.key for each in unset}),
-    ]
+    left_out = [*unset_keys(data, table), *converted.left_out]
     return converted.settings, left_out, [], f"a config of {table.name}"
 
 

@@ -72,8 +72,7 @@ def _first_keys(table: TrainerTable) -> list[str]:
 
 def convert(table: TrainerTable, data: Mapping[str, Any]) -> Converted:
     """Return the settings here of the trainer's keys `data`, its own defaults included, and the keys left out."""
-    named_values = {table.key_name(key): value for key, value in data.items()}
-    known = {key: value for key, value in given.items() if _is_set(value)}
+    known = {table.key_name(key): value for key, value in data.items() if _is_set(value)}
     settings: dict[str, Any] = dict(table.fixed)
     left_out: dict[str, OmittedKey] = {}
     taken: set[str] = set()
