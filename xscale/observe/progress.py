@@ -53,7 +53,7 @@ class Progress(Observer):
         self._bar: TerminalBar | None = None
         self._first: StepReport | None = None
         self._statistics: Mapping[str, Statistic] = {}
-        """Of the last logged step."""
+        """Statistics of the last logged step."""
         self._evaluation: EvalReport | None = None
         self._last_line = time.monotonic()
 
