@@ -88,6 +88,7 @@ def test_every_curve_has_a_sentence_that_says_what_is_good(page):
 
 def test_every_statistic_of_a_mixture_has_a_sentence():
     mixture = ["load", "load_cv", "load_p50", "load_p95", "load_max", "dropped", "entropy", "confidence", "aux", "z"]
+    mixture += ["overload", "replaced"]
     others = ["importance", "load_loss", "soft_loss", "loss", "accuracy", "grad_norm", "steps", "computed"]
     assert all(statistic_note(name).endswith(".") for name in (*mixture, *others))
     assert statistic_note("mine") == ""

@@ -4,6 +4,7 @@ import io
 import re
 
 from xscale.observe import EndReport, EvalReport, SampleReport
+from xscale.observe.format import overload_lines
 from xscale.observe.progress import Progress
 
 
@@ -110,3 +111,45 @@ def test_the_trained_parameters_are_said_where_they_are_fewer(facts):
         stream = io.StringIO()
         Progress(stream=stream).start(facts(trained_parameters=trained))
         assert said in stream.getvalue()
+
+
+MIXTURE = {"overload": 1.618, "load_p50": 0.9, "load_p95": 2.1, "load_max": 2.4}
+
+
+def statistics_of(factors):
+    """The statistics of layers with these overload factors."""
+    return {
+        f"{layer}/{name}": value
+        for layer, factor in factors.items()
+        for name, value in (MIXTURE | {"overload": factor}).items()
+    }
+
+
+def test_the_busiest_rank_is_on_each_line_and_each_layer_at_the_end(facts, step):
+    stream = io.StringIO()
+    progress = Progress(stream=stream, every=1)
+    progress.start(facts())
+    progress.step(step(1, statistics=statistics_of({"a": 1.25, "b": 1.618})))
+    progress.step(step(2, statistics={}))
+    progress.finish(EndReport(2, "done"))
+    *_, first, second, end, busiest, other = stream.getvalue().splitlines()
+    assert "  busiest rank 1.62x  " in first
+    assert "  busiest rank 1.62x  " in second, "a step that is not logged has that of the last one that is"
+    assert end == "done at step 2"
+    assert busiest == "b: rows of the busiest rank 1.62x of the mean, of the experts p50 0.90, p95 2.10, max 2.40"
+    assert other.startswith("a: rows of the busiest rank 1.25x")
+
+
+def test_without_expert_parallelism_no_line_has_a_busiest_rank(facts, step):
+    stream = io.StringIO()
+    progress = Progress(stream=stream, every=1)
+    progress.start(facts())
+    progress.step(step(1, statistics={"a/load": [0.5, 0.5], "a/load_p50": 1.0, "b/overload": float("nan")}))
+    progress.finish(EndReport(1, "done"))
+    assert "busiest" not in stream.getvalue()
+
+
+def test_of_many_layers_the_most_overloaded_are_listed():
+    lines = overload_lines(statistics_of({f"blocks.{layer}": 1 + layer / 10 for layer in range(10)}))
+    assert [line.split(":")[0] for line in lines[:-1]] == [f"blocks.{layer}" for layer in range(9, 1, -1)]
+    assert lines[-1] == "2 more layers, with less, are in metrics.jsonl"

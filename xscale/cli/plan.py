@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from xscale.cli.terminal.complete import one_of
+from xscale.cli.terminal.complete import complete_run, one_of
 from xscale.cli.terminal.options import ConfigFile, Json, Overrides
 from xscale.core.errors import ConfigError
 from xscale.core.paths import path
@@ -42,6 +42,22 @@ Flops = Annotated[
 Bandwidth = Annotated[
     float | None, typer.Option(help="Bandwidth between a device and its memory, in GB/s.")
 ]
+OverloadFactor = Annotated[
+    float | None,
+    typer.Option(
+        "--overload",
+        help="Rows of the busiest expert-parallel rank over the mean, whose memory and time are planned; default: 1, "
+        "balanced.",
+    ),
+]
+FromRun = Annotated[
+    Path | None,
+    typer.Option(
+        help="Take the overload factor that this run has measured.",
+        autocompletion=complete_run,
+        parser=path,
+    ),
+]
 Check = Annotated[
     bool, typer.Option("--check", help="Only validate the config; skip memory and time.")
 ]
@@ -69,6 +85,8 @@ def plan(
     network: Network = None,
     flops: Flops = None,
     bandwidth: Bandwidth = None,
+    overload: OverloadFactor = None,
+    from_run: FromRun = None,
     check: Check = False,
     search: Search = False,
     best: Best = 4,
@@ -80,12 +98,15 @@ def plan(
     The exit status is 3 where the run does not fit into the memory of --device or --memory.
     """
     from xscale.commands import plan as commands
+    from xscale.commands.overload import BALANCED, OverloadOptions
 
     if check:
         options = {"--device": device, "--draw": draw, "--memory": memory, "--node": node}
         options |= {"--link": link, "--search": search or None, "--network": network}
         options |= {"--flops": flops, "--bandwidth": bandwidth}
+        options |= {"--overload": overload, "--from-run": from_run}
         _require_check_alone(options)
+    load = OverloadOptions(overload, from_run)
     machine = (
         None if check else commands.hardware(device, memory, node, link, network, flops, bandwidth)
     )
@@ -93,7 +114,7 @@ def plan(
         if search or draw is not None:
             what = "cannot be combined with --search or --draw"
             raise ConfigError("--members", what, "Omit --search and --draw.")
-        commands.members(config, overrides or [], members.read(), world, machine)
+        commands.members(config, overrides or [], members.read(), world, machine, load)
         return
     if not json:
         _say_contradicting_deadline(config, overrides or [])
@@ -103,9 +124,18 @@ def plan(
     if search:
         if draw is not None:
             raise ConfigError("--draw", "cannot be combined with --search", "Omit --search.")
+        if load != BALANCED:
+            option = "--from-run" if overload is None else "--overload"
+            what = "cannot be combined with --search, whose layouts differ in ep"
+            raise ConfigError(
+                option, what, "Omit --search, and give the option with a layout of it."
+            )
         commands.search(config, overrides or [], world, machine, best=best, as_json=json)
         return
-    raise typer.Exit(commands.run(config, overrides or [], world, machine, draw=draw, as_json=json))
+    status = commands.run(
+        config, overrides or [], world, machine, overload=load, draw=draw, as_json=json
+    )
+    raise typer.Exit(status)
 
 
 def _require_check_alone(options: Mapping[str, object]) -> None:

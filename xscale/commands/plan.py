@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xscale.commands.overload import BALANCED, OverloadOptions
 from xscale.commands.show.override_notes import say_at_start
 from xscale.core.compose import Composed, compose_leniently, dump
 from xscale.core.config import encode
@@ -56,6 +57,7 @@ def run(
     world: int | None,
     hardware: "Hardware",
     *,
+    overload: OverloadOptions = BALANCED,
     draw: Path | None = None,
     as_json: bool = False,
 ) -> int:
@@ -66,7 +68,7 @@ def run(
     recipe, composed, world = _checked(config, overrides, world)
     if draw is not None:
         _draw(recipe, world, draw)
-    answer = _answer(recipe, composed, world, hardware)
+    answer = _answer(recipe, composed, world, hardware, overload)
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
@@ -112,7 +114,12 @@ def search(
 
 
 def members(
-    config: Path, overrides: list[str], lists: str, world: int | None, hardware: "Hardware | None"
+    config: Path,
+    overrides: list[str],
+    lists: str,
+    world: int | None,
+    hardware: "Hardware | None",
+    overload: OverloadOptions = BALANCED,
 ) -> None:
     """Print a JSON list of plans, one per list of overrides in the JSON text `lists`; without hardware only check them.
 
@@ -123,7 +130,7 @@ def members(
     for more in many:
         try:
             recipe, composed, ranks = _checked(config, [*overrides, *more], world)
-            answers.append(_answer(recipe, composed, ranks, hardware))
+            answers.append(_answer(recipe, composed, ranks, hardware, overload))
         except ConfigError as error:
             for problem in error.problems:
                 wrong.setdefault(problem, []).append(" ".join(more) or "no more overrides")
@@ -155,14 +162,19 @@ def _lists(text: str) -> list[list[str]]:
 
 
 def _answer(
-    recipe: Recipe, composed: Composed, world: int, hardware: "Hardware | None"
+    recipe: Recipe,
+    composed: Composed,
+    world: int,
+    hardware: "Hardware | None",
+    overload: OverloadOptions = BALANCED,
 ) -> dict[str, Any]:
     """Return what `--json` prints for one run."""
     if hardware is None:
         return {"world": world, "problems": [], **read_from(recipe, composed)}
     from xscale.planning import plan
 
-    return plan(recipe, world, hardware) | read_from(recipe, composed)
+    ep = axes.resolve(recipe.parallel.mesh, world).ep
+    return plan(recipe, world, hardware, overload.of(ep)) | read_from(recipe, composed)
 
 
 def check(config: Path, overrides: list[str], world: int | None, *, as_json: bool) -> None:

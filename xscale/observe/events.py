@@ -84,8 +84,8 @@ class StepReport:
     split: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the step by phase: data, forward, backward, communicate, optimizer."""
     statistics: Mapping[str, Statistic] = field(default_factory=dict)
-    """By `<module path>/<name>`; `load` [E] is the fraction of the tokens of each expert, `dropped` a fraction. Empty
-    at steps that are not logged."""
+    """By `<module path>/<name>`; `load` [E] is the fraction of the tokens of each expert, `dropped` a fraction,
+    `overload` the rows of the busiest expert-parallel rank over the mean. Empty at steps that are not logged."""
     skipped: int = 0
     """Steps skipped so far, as their loss spiked or something was not finite."""
     loss_scale: float | None = None

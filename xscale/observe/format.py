@@ -5,6 +5,8 @@ import unicodedata
 from collections.abc import Mapping
 from html import escape
 
+from xscale.observe.events import Statistic
+
 
 def quantity(value: float) -> str:
     """Three significant digits and a suffix: 12345678 -> '12.3M'."""
@@ -106,3 +108,37 @@ def metric_words(name: str) -> str:
 def html_text(text: str) -> str:
     """Return the text as HTML shows it, without control characters."""
     return escape(printable(text))
+
+
+LISTED_LAYERS = 8
+"""Most layers of whose load a line is written at the end of a run: the most overloaded ones."""
+
+
+def overloads(statistics: Mapping[str, Statistic]) -> dict[str, float]:
+    """Return the overload factor of the busiest expert-parallel rank by layer, the largest first."""
+    factors = {
+        layer: value
+        for layer, _, name in (key.rpartition("/") for key in statistics)
+        if name == "overload"
+        and isinstance(value := statistics[f"{layer}/{name}"], float)
+        and math.isfinite(value)
+    }
+    return dict(sorted(factors.items(), key=lambda item: -item[1]))
+
+
+def overload_lines(statistics: Mapping[str, Statistic]) -> list[str]:
+    """Return a line for each layer with its overload factor and the percentiles of its experts, of a logged step."""
+    factors = overloads(statistics)
+    lines = []
+    for layer, factor in list(factors.items())[:LISTED_LAYERS]:
+        experts = ", ".join(
+            f"{name} {value:.2f}"
+            for name in ("p50", "p95", "max")
+            if isinstance(value := statistics.get(f"{layer}/load_{name}"), float)
+        )
+        lines.append(
+            f"{layer}: rows of the busiest rank {factor:.2f}x of the mean, of the experts {experts or 'unknown'}"
+        )
+    if more := len(factors) - len(lines):
+        lines.append(f"{more} more layers, with less, are in metrics.jsonl")
+    return lines

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -12,6 +13,7 @@ from xscale.observe.events import (
     EvalReport,
     RunFacts,
     SampleReport,
+    Statistic,
     StepReport,
     TaskReport,
 )
@@ -19,6 +21,8 @@ from xscale.observe.format import (
     duration,
     ema_clause,
     metrics_clause,
+    overload_lines,
+    overloads,
     parameter_shares,
     percentage,
     printable,
@@ -48,6 +52,8 @@ class Progress(Observer):
         self._facts: RunFacts | None = None
         self._bar: TerminalBar | None = None
         self._first: StepReport | None = None
+        self._statistics: Mapping[str, Statistic] = {}
+        """Statistics of the last logged step."""
         self._evaluation: EvalReport | None = None
         self._last_line = time.monotonic()
 
@@ -67,6 +73,7 @@ class Progress(Observer):
     def step(self, report: StepReport) -> None:
         assert self._facts is not None
         self._first = self._first or report
+        self._statistics = report.statistics or self._statistics
         if self._bar is not None:
             self._bar.update(report.step, self._summary(report))
         elif self._steps and (
@@ -111,6 +118,8 @@ class Progress(Observer):
             f"{report.reason} at step {report.step}"
             + (f": {report.message}" if report.message else "")
         )
+        for line in overload_lines(self._statistics):
+            self.message(line)
         last = self._evaluation
         if (
             last is not None
@@ -129,7 +138,9 @@ class Progress(Observer):
         """'loss 2.3104  12.3k tokens/s  MFU 31.2 %  1:02 left'."""
         mfu = "" if report.mfu is None else f"  MFU {percentage(report.mfu)}"
         speed = f"{quantity(report.tokens_per_second)} tokens/s"
-        return f"loss {report.loss:.4f}  {speed}{mfu}  {self._left(report)}"
+        busiest = max(overloads(self._statistics).values(), default=None)
+        overload = "" if busiest is None else f"  busiest rank {busiest:.2f}x"
+        return f"loss {report.loss:.4f}  {speed}{mfu}{overload}  {self._left(report)}"
 
     def _left(self, report: StepReport) -> str:
         """Time left at the pace since the first step, which includes pauses for evaluation and saving."""

@@ -15,7 +15,7 @@ Steps 1, 2 and 7 are local (`xscale/nn/ffn/moe/moe.py`); `AllToAll` below does s
 With `parallel.expert.dispatch=deepep` steps 2 to 7 are those of `deepep.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -137,6 +137,30 @@ class AllToAll:
         """Rows to each rank and from each, of counts [R, E/R]; the one place where the host waits for the device."""
         send_rows, receive_rows = torch.stack((send.sum(1), receive.sum(1))).tolist()
         return send_rows, receive_rows
+
+
+def overload_factor(rows: Tensor, ranks: int) -> float:
+    """Rows of the busiest of `ranks` expert-parallel ranks over their mean, of the rows [E] of each expert.
+
+    Each rank has E/ranks consecutive experts. 1 is balanced, `ranks` is all rows on one rank; nan where there are none.
+    The other ranks wait for the busiest one, so that it sets the time of the layer.
+    """
+    rows_of_rank = rows.double().view(ranks, -1).sum(1)  # [R]
+    return float(rows_of_rank.max() / rows_of_rank.mean())
+
+
+def rows_of_experts(means: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the fraction of the rows that each expert computes [E], by path of the mixture, of statistics by name.
+
+    It is `<path>/rows` where that was recorded, else `<path>/load`.
+    """
+    rows = dict[str, Tensor]()
+    for statistic in ("load", "rows"):
+        for name, value in means.items():
+            path, _, last = name.rpartition("/")
+            if last == statistic:
+                rows[path] = value
+    return rows
 
 
 def _dispatch(mixture: nn.Module, seam: str, group: dist.ProcessGroup) -> None:

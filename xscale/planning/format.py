@@ -26,6 +26,7 @@ def format_plan(plan: Mapping[str, Any]) -> list[str]:
         f"layout     {counted(plan['world'], 'rank')}: {degrees or 'one process'}",
         f"step       {plan['tokens_per_step']:,} tokens, {micro_batches} per rank",
     ]
+    text += _overload(plan)
     if plan["pipeline"] is not None:
         stages = plan["pipeline"]
         shares = ", ".join(f"{share:.0%}" for share in stages["cost_shares"])
@@ -44,6 +45,16 @@ def format_plan(plan: Mapping[str, Any]) -> list[str]:
         *_speed(plan),
         *_problems(plan["problems"]),
     ]
+
+
+def _overload(plan: Mapping[str, Any]) -> list[str]:
+    """Say how many rows the busiest expert-parallel rank gets, if a factor was given."""
+    factor, source = plan["overload"]["factor"], plan["overload"]["source"]
+    if source is None:
+        return []
+    ranks = counted(plan["degrees"]["ep"], "expert-parallel rank")
+    rows = f"{factor:.2f}x the mean rows, or what the capacity of its experts admits"
+    return [f"experts    the busiest of {ranks} gets {rows} ({source})"]
 
 
 def _context(styles: Mapping[str, Sequence[str]]) -> list[str]:

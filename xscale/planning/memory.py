@@ -85,11 +85,17 @@ class RankMemory:
 
 
 def memory_of_stages(
-    settings: Settings, degrees: Degrees, micros: int, vocabulary: int, device: Device | None
+    settings: Settings,
+    degrees: Degrees,
+    micros: int,
+    vocabulary: int,
+    device: Device | None,
+    overload: float = 1.0,
 ) -> list[RankMemory]:
     """Simulate one rank of the first, the second, the middle and the last stage; others are like one of these.
 
-    It is the first rank of a stage, whose shards are never smaller than those of the other ranks.
+    It is the first rank of a stage, whose shards are never smaller than those of the other ranks. `overload`: as of
+    `simulate_step`.
     """
     seconds = (
         None
@@ -103,16 +109,9 @@ def memory_of_stages(
     for at in sorted({0, min(1, pp - 1), pp // 2, pp - 1}):
         micro_batches, activation_factor = _simulated_micro_batches(settings, pp, at, micros)
         rank = degrees.groups_along("pp")[0][at]
-        ranks.append(
-            RankMemory(
-                simulate_step(
-                    settings, degrees, rank, micro_batches, vocabulary, seconds, workspaces, on_gpu
-                ),
-                activation_factor,
-                device,
-                teacher,
-            )
-        )
+        arguments = (settings, degrees, rank, micro_batches, vocabulary)
+        step = simulate_step(*arguments, seconds, workspaces, on_gpu, overload)
+        ranks.append(RankMemory(step, activation_factor, device, teacher))
     return ranks
 
 

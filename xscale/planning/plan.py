@@ -32,6 +32,7 @@ from xscale.planning.memory import (
     memory_of_stages,
     states_per_element,
 )
+from xscale.planning.overload import BALANCED, Overload
 from xscale.planning.simulate_step import CannotSimulateError
 from xscale.planning.speed import (
     compute_flops,
@@ -41,12 +42,6 @@ from xscale.planning.speed import (
     with_seconds,
 )
 from xscale.settings.settings import Settings, build_on_meta
-
-ASSUMED = (
-    "the load over experts is balanced and no token is dropped",
-    "activations and temporaries are those of the CPU implementations",
-)
-
 
 FIGURES = ("memory", "node", "link", "network", "flops", "bandwidth")
 """Figures of a device that the command line may change."""
@@ -97,7 +92,12 @@ class Hardware:
         )
 
 
-def plan(settings: Settings, world: int, hardware: Hardware = Hardware()) -> dict[str, Any]:
+def plan(
+    settings: Settings,
+    world: int,
+    hardware: Hardware = Hardware(),
+    overload: Overload = BALANCED,
+) -> dict[str, Any]:
     """Return the plan as plain values (see docs/how-to/plan.md). The settings must have passed the check."""
     degrees = axes.resolve(settings.parallel.mesh, world)
     vocabulary, length = vocabulary_of(settings), settings.data.sequence_length
@@ -123,15 +123,27 @@ def plan(settings: Settings, world: int, hardware: Hardware = Hardware()) -> dic
         "context_styles": context.styles_of_modules(model, settings.parallel),
         **_model_states(settings, model, degrees, device),
         "parallel": encode(settings.parallel),
-        "assumptions": list(ASSUMED),
+        "overload": asdict(overload),
+        "assumptions": _assumptions(overload),
         "unknown": None,
         "problems": [],
     }
     try:
-        stages = memory_of_stages(settings, degrees, micros, vocabulary, device)
+        stages = memory_of_stages(settings, degrees, micros, vocabulary, device, overload.factor)
     except CannotSimulateError as error:
         return totals | {"unknown": str(error), **_at_least(totals, settings, degrees, device)}
     return totals | _simulated_figures(stages, totals, settings, degrees, device)
+
+
+def _assumptions(overload: Overload) -> list[str]:
+    """Return sentences on what the figures assume."""
+    load = "the load over experts is balanced and no token is dropped"
+    if overload.factor > 1:
+        load = (
+            f"the busiest expert-parallel rank gets {overload.factor:.3g} times the mean rows in each mixture, or "
+            "what the capacity of its experts admits if that is less"
+        )
+    return [load, "activations and temporaries are those of the CPU implementations"]
 
 
 def vocabulary_of(settings: Settings) -> int:

@@ -1,7 +1,7 @@
 """Simulate a step of one rank: the code of a run on fake tensors, under torch's fake process group.
 
 The memory, FLOPs and messages of a rank are those of the code that will run, on a layout of any size. Since fake
-tensors hold no data, the load over experts is balanced, and no token is dropped or ignored.
+tensors hold no data, the load over experts is balanced, or has a given overload factor; no token is dropped or ignored.
 """
 
 import warnings
@@ -154,14 +154,26 @@ def simulate_step(
     seconds: Callable[[float, float], float] | None = None,
     workspaces: dict[Hashable, int] | None = None,
     on_gpu: bool = False,
+    overload: float = 1.0,
 ) -> SimulatedStep:
     """Simulate a step of `rank`, of layers that are equal only a few, from which the others follow.
 
     `seconds`: roofline, (FLOPs, bytes) -> seconds of an operator. `workspaces`: as those of `OpTracer`.
-    `on_gpu`: whether scores are computed in chunks as large as on a GPU.
+    `on_gpu`: whether scores are computed in chunks as large as on a GPU. `overload`: rows of its experts over the mean
+    over the expert-parallel ranks.
     """
     known = {} if workspaces is None else workspaces
-    arguments = (settings, degrees, rank, micro_batches, vocabulary, seconds, known, on_gpu)
+    arguments = (
+        settings,
+        degrees,
+        rank,
+        micro_batches,
+        vocabulary,
+        seconds,
+        known,
+        on_gpu,
+        overload,
+    )
     fewer = simulate_layers(*arguments, leave_out=None)
     if not fewer.left_out:
         return fewer
@@ -181,6 +193,7 @@ def simulate_layers(
     seconds: Callable[[float, float], float] | None = None,
     workspaces: dict[Hashable, int] | None = None,
     on_gpu: bool = False,
+    overload: float = 1.0,
     *,
     leave_out: int | None,
 ) -> SimulatedStep:
@@ -195,7 +208,7 @@ def simulate_layers(
         model = build_on_meta(settings, vocabulary)
         sharding = context.sequence_sharding_of(model, mesh, parallel)
         model = plan.shard(model, mesh, lambda stage: _fill(stage, plan.master, fake, tracer))
-        offload = _substitute(model)
+        offload = _substitute(model, overload)
         repeated, left_out = _leave_out_layers(model, settings, degrees, leave_out, tracer)
         objective = objective_of(settings, vocabulary)
         global_batches = [full_batch(settings, objective) for _ in range(micro_batches)]
@@ -234,9 +247,9 @@ def simulate_layers(
         )
 
 
-def _substitute(model: nn.Module) -> UncountedOffload:
+def _substitute(model: nn.Module, overload: float) -> UncountedOffload:
     """Substitute what a step on fake tensors cannot do, or need not; return what counts the bytes of CPU memory."""
-    balance_routing(model)
+    balance_routing(model, overload)
     float8.take_torch_kernel(model)
     plan_blocks_of_tokens(model)
     return substitute_offload(model)

@@ -24,6 +24,22 @@ def test_observations() -> None:
     assert {"here/aux", "here/z"} < seen.keys()
 
 
+@pytest.mark.parametrize(("factor", "recorded"), [(0.75, True), (None, False)])
+def test_rows_are_recorded_where_a_capacity_makes_them_others_than_the_load(
+    factor: float | None, recorded: bool
+) -> None:
+    x, tokens = sample(stats=Stats())
+    moe = mixture(capacity_factor=factor)
+    moe.path = "here"
+    moe(x, tokens)
+    seen = tokens.forward.stats.means()
+    assert ("here/rows" in seen) == recorded
+    if recorded:
+        kept = (seen["here/load"] * 96).clamp(max=18)
+        torch.testing.assert_close(seen["here/rows"], kept / kept.sum())
+        assert not torch.equal(seen["here/rows"], seen["here/load"]), "nothing was dropped"
+
+
 def test_evenness() -> None:
     even = load_stats(torch.full((8,), 0.125))
     assert even == {"cv": 0, "p50": 1, "p95": 1, "max": 1, "min": 1, "starved": 0}

@@ -34,7 +34,7 @@ from xscale.nn.ffn.moe.moe import Moe
 from xscale.nn.materialize import replace_parameters
 from xscale.nn.module import substitute
 from xscale.nn.tokens import Tokens
-from xscale.parallel.expert import AllToAll
+from xscale.parallel.expert import AllToAll, overload_factor
 from xscale_kernels.permute.op import permute, unpermute
 
 BALANCED = "xscale, balanced routing"
@@ -174,24 +174,25 @@ def _bench_width(
         if name not in ("xscale", "xscale, switch")
     }
     overload = {
-        "xscale": overload_factor(moe, x, group),
-        BALANCED: overload_factor(balanced, x, group),
+        "xscale": measure_overload(moe, x, group),
+        BALANCED: measure_overload(balanced, x, group),
     }
     sections = {"milliseconds": times, "phases": split, "speed": ratios, "overload": overload}
     return {**asdict(sizes), "hidden": sizes.inner, **sections}
 
 
-def overload_factor(moe: Moe, x: Tensor, group: Any) -> float:
+def measure_overload(moe: Moe, x: Tensor, group: Any) -> float:
     """Rows of the busiest rank over the mean over ranks; on one rank those of the busiest expert. Collective.
 
     The slowest rank sets the time of a layer, so that its step takes this factor longer than with balanced routing.
     """
     tokens = Tokens.from_ids(torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
     with torch.no_grad():
-        counts = moe.dispatch_plan(x, tokens)[0].tokens_per_expert.double()
-    if group is not None:
-        counts = torch.tensor(sum_scalars(counts.tolist(), x.device)).view(group.size(), -1).sum(1)
-    return float(counts.max() / counts.mean())
+        counts = moe.dispatch_plan(x, tokens)[0].tokens_per_expert
+    if group is None:
+        return overload_factor(counts, len(counts))
+    counts = torch.tensor(sum_scalars(counts.tolist(), x.device))
+    return overload_factor(counts, group.size())
 
 
 def _shard_experts(moe: Moe, group: Any) -> None:

@@ -61,4 +61,5 @@ class StepReporter:
         due = is_due(self.state.step, settings.observe.every_steps, settings.train.steps)
         if not (due and self.parts.mesh.rank_info.is_rank0):
             return {}
-        return logged_values(step.means, step.gradients.group_norms)
+        ep = self.parts.mesh.degrees.ep
+        return logged_values(step.means, step.gradients.group_norms, ep)

@@ -9,6 +9,7 @@ from xscale.mesh.mesh import Mesh
 from xscale.nn.ffn.moe.statistics import copy_to_cpu, load_balance_metrics
 from xscale.nn.forward import Stats
 from xscale.observe.events import Statistic
+from xscale.parallel.expert import overload_factor, rows_of_experts
 
 
 class StepStatistics:
@@ -26,10 +27,18 @@ class StepStatistics:
 
 
 def logged_values(
-    means: dict[str, Tensor], group_norms: Mapping[str, float]
+    means: dict[str, Tensor], group_norms: Mapping[str, float], ep: int
 ) -> dict[str, Statistic]:
-    """Return what a row of the metrics has of the means and of the gradient norms by group. The host waits here."""
+    """Return what a row of the metrics has of the means and of the gradient norms by group. The host waits here.
+
+    `ep`: the expert-parallel ranks; with several, `<path>/overload` is the overload factor of a mixture's busiest rank.
+    """
     on_cpu = copy_to_cpu(means)
     norms = {f"{group}/grad_norm": norm for group, norm in group_norms.items()}
     values = {name: value.tolist() for name, value in on_cpu.items() if value.dim() < 2}
-    return {**values, **load_balance_metrics(on_cpu), **norms}
+    overload = {
+        f"{path}/overload": overload_factor(rows, ep)
+        for path, rows in rows_of_experts(on_cpu).items()
+        if ep > 1
+    }
+    return {**values, **load_balance_metrics(on_cpu), **overload, **norms}

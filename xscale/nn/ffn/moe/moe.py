@@ -262,7 +262,8 @@ class Moe(Ffn):
             choices=tokens.forward.choices,
         )
         if tokens.forward.stats is not None:
-            record_stats(tokens.forward.stats, self, routing, plan)
+            drops = capacity is not None
+            record_stats(tokens.forward.stats, self, routing, plan, drops=drops)
         if self.training and tokens.forward.rng_seed is not None and config.expert_dropout:
             plan = replace(plan, dropout_keys=self._dropout_keys(plan))
         return plan, routing.loss

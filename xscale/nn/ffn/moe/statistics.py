@@ -10,13 +10,21 @@ from xscale.nn.ffn.moe.routing import Routing
 from xscale.nn.forward import HasPath, Stats
 
 
-def record_stats(stats: Stats, mixture: HasPath, routing: Routing, plan: DispatchPlan) -> None:
-    """Record a mixture's routing under its path.
+def record_stats(
+    stats: Stats,
+    mixture: HasPath,
+    routing: Routing,
+    plan: DispatchPlan,
+    *,
+    drops: bool,
+) -> None:
+    """Record a mixture's routing under its path. `drops`: whether the experts have a capacity.
 
     <path>/load [E] (fraction of the assignments), /dropped (fraction of the assignments), /entropy (nats), /confidence
     (mean of each token's highest probability), and the router's own statistics (/aux, /z ...). Where tokens are given
     their experts, /load is that of the experts that the router would have chosen, and /replaced the fraction of tokens
-    for which they are others.
+    for which they are others. /rows [E] is the fraction of the rows that each expert computes, recorded where
+    it may differ from /load: experts are given, or have a capacity.
     """
     with torch.no_grad():
         total = plan.load.sum().clamp(min=1)
@@ -29,6 +37,9 @@ def record_stats(stats: Stats, mixture: HasPath, routing: Routing, plan: Dispatc
             load = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:-1]
             stats.record(mixture, "replaced", fraction_replaced(routing))
         stats.record(mixture, "load", load.double() / load.sum().clamp(min=1))
+        if drops or routing.selected is not None:
+            rows = plan.tokens_per_expert
+            stats.record(mixture, "rows", rows.double() / rows.sum().clamp(min=1))
         stats.record(mixture, "dropped", 1 - plan.tokens_per_expert.sum().double() / total)
         # xlogy computes one number at a time on a CPU, at a fifth of this speed; 0 log 0 is 0 here too.
         log = probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
