@@ -98,7 +98,7 @@ def plan(
     The exit status is 3 where the run does not fit into the memory of --device or --memory.
     """
     from xscale.commands import plan as commands
-    from xscale.commands.overload import BALANCED, OverloadOptions
+    from xscale.commands.overload import OverloadOptions
 
     if check:
         options = {"--device": device, "--draw": draw, "--memory": memory, "--node": node}
@@ -122,14 +122,7 @@ def plan(
         commands.check(config, overrides or [], world, as_json=json)
         return
     if search:
-        if draw is not None:
-            raise ConfigError("--draw", "cannot be combined with --search", "Omit --search.")
-        if load != BALANCED:
-            option = "--from-run" if overload is None else "--overload"
-            what = "cannot be combined with --search, whose layouts differ in ep"
-            raise ConfigError(
-                option, what, "Omit --search, and give the option with a layout of it."
-            )
+        _require_search_alone({"--draw": draw, "--overload": overload, "--from-run": from_run})
         commands.search(config, overrides or [], world, machine, best=best, as_json=json)
         return
     status = commands.run(
@@ -143,6 +136,13 @@ def _require_check_alone(options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if value is not None:
             raise ConfigError(name, "cannot be combined with --check", f"Omit {name} or --check.")
+
+
+def _require_search_alone(options: Mapping[str, object]) -> None:
+    """ConfigError for the first of the options that is given beside --search, whose layouts differ in pp and ep."""
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(name, "cannot be combined with --search", "Omit --search.")
 
 
 def _say_contradicting_deadline(config: Path, overrides: list[str]) -> None:

@@ -224,11 +224,10 @@ def simulate_layers(
             with tracer.labelled(kind="optimizer"):
                 engine = make_engine(settings, model, sharded_tensors, mesh)
             state_bytes = dict(tracer.live)
-            batches = fake_batches(global_batches, fake, sharding, model, plan.compute)
             repeats = degrees.tp * degrees.pp
             stepper = Stepper(engine, objective, torch.device("cpu"), repeats=repeats)
             stepper.timer.phase = _phases(tracer, marked=left_out > 0)  # type: ignore[method-assign, assignment]
-            _take_step(stepper, batches)
+            _take_step(stepper, fake_batches(global_batches, fake, sharding, model, plan.compute))
         parameters, active = _count(model, sharded_tensors)
         return SimulatedStep(
             rank=rank,
