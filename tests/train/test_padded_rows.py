@@ -29,6 +29,8 @@ REASONS = (
     # What the row trains beside its model's head has no targets in these samples.
     "the heads of exits predict tokens",
     "would not be trained",
+    # An exit's policy of entropies: a score has none.
+    "reads a distribution or votes",
     # The student learns from the states and logits of all tokens of its teacher's samples.
     "states and logits of all tokens are compared",
     "predicts at its targets alone",
