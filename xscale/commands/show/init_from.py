@@ -29,8 +29,8 @@ VALUE_CHARACTERS = 80
 """Characters of another trainer's value that a line shows."""
 TO_DO = "data.source.paths is empty: give the text, or data.prepared."
 NO_MODEL = (
-    "The file has no model: the recipe's is the default one. Give the model's config.json by a second --from, or edit "
-    "the section model."
+    "The file has no model that is known: the recipe has the default sizes. Give the model's config.json by a "
+    "second --from, or edit the section model."
 )
 NO_STEPS = "The file has no number of steps: train.steps is the default, 1000."
 
@@ -53,7 +53,8 @@ def init_from(recipe: str | None, files: list[Path], out: Path | None) -> None:
         data["model"] = section
         data["data"]["tokenizer"]["vocabulary"] = sizes.vocabulary
         data["data"].setdefault("sequence_length", sizes.length)
-    elif "stack" not in data.get("model", {}):
+    elif "width" not in data.setdefault("model", {"kind": "decoder"}):
+        data["model"].setdefault("kind", "decoder")
         notes.append(NO_MODEL)
     if "steps" not in data.get("train", {}):
         notes.append(NO_STEPS)

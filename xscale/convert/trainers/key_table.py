@@ -1,5 +1,6 @@
 """A trainer's table of keys: each of its keys, the key here, and how its value is converted."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,6 +109,8 @@ class Unit:
 def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UnfitError("must be a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UnfitError("must be finite")
     return value
 
 
@@ -175,7 +178,7 @@ def _integer(value: Any, other_values: list[Any]) -> int:
 
 
 def _remaining(value: Any, other_values: list[Any]) -> int:
-    return max(0, int(value) - int(other_values[0]))
+    return max(0, int(_number(value)) - int(_number(other_values[0])))
 
 
 def _gated_hidden(value: Any, other_values: list[Any]) -> int:

@@ -1,6 +1,7 @@
 """From keys of another trainer to a recipe, by the trainer's table; nothing is left out without being named."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ def _derive(table: TrainerTable, settings: dict[str, Any]) -> None:
         values = [settings.get(key) for key in derived.of]
         is_open = derived.path not in settings and None not in values
         if is_open and _are_met(derived.needs, settings):
-            settings[derived.path] = UNITS[derived.unit].convert(values[0], values[1:])
+            # The check of the recipe refuses a value that it cannot follow from.
+            with suppress(UnfitError):
+                settings[derived.path] = UNITS[derived.unit].convert(values[0], values[1:])
 
 
 def _has_experts(settings: Mapping[str, Any]) -> bool:

@@ -37,8 +37,8 @@ TORCHTITAN = TrainerTable(
     suffixes=(".toml",),
     sections=True,
     entries=(
-        KeyEntry("model.name", values={"llama3": {}}),
-        KeyEntry("model.flavor", values=FLAVORS),
+        KeyEntry("model.name", values={"llama3": {"model.kind": "decoder"}}),
+        KeyEntry("model.flavor", values=FLAVORS, needs={"model.kind": ("decoder",)}),
         KeyEntry("model.hf_assets_path", instead="data.tokenizer.file is its tokenizer.json"),
         KeyEntry("model.tokenizer_path", instead="data.tokenizer.file"),
         KeyEntry("model.converters", instead="precision.float8=tensor, or row"),
@@ -173,7 +173,6 @@ TORCHTITAN = TrainerTable(
         "metrics.log_freq": 10,
     },
     fixed={
-        "model.kind": "decoder",
         "model.tied": False,
         "model.position.kind": "rope",
         "model.position.base": 500000.0,
