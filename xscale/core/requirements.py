@@ -7,6 +7,7 @@ names them.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
@@ -23,6 +24,8 @@ USUAL = frozenset({"attention", "softmax", "dense", "gated", "layer", "rms", "ro
 """Kinds of parts that are advised before others."""
 NEAR = 4
 """At most so many divisors are named."""
+MOST_TRIED = 1_000_000
+"""Numbers that are tried as divisors."""
 SETTINGS = "settings"
 """The root that is the whole recipe; refused sections have their defaults in it, so that it is always known."""
 
@@ -32,9 +35,17 @@ def take(*values: Any, key: str = "") -> tuple[Choice, ...]:
     return tuple(Choice(((key, value),)) for value in values)
 
 
+def divisors_of(count: int) -> list[int]:
+    """Return the divisors of a count, ascending: all to 1e12, and of a larger count those that a search soon finds."""
+    small = [
+        number for number in range(1, min(math.isqrt(count), MOST_TRIED) + 1) if count % number == 0
+    ]
+    return sorted({*small, *(count // number for number in small)})
+
+
 def divisors(count: int) -> tuple[Choice, ...]:
     """Return the choice of each degree that divides `count`, at the key at fault."""
-    return take(*[degree for degree in range(1, count + 1) if count % degree == 0])
+    return take(*divisors_of(count))
 
 
 def at_most(path: str, what: str, value: Any, *alternatives: Choice) -> Problem:
@@ -65,7 +76,7 @@ def must_divide(
     """
     if count % value == 0:
         return []
-    fitting = [number for number in range(least, count + 1) if count % number == 0]
+    fitting = [number for number in divisors_of(count) if number >= least]
     near = sorted(fitting, key=lambda number: abs(number - value))[:NEAR]
     named = total.format(count) if "{}" in total else f"{total}={count}"
     what = f"{key}={value} does not divide {named}"

@@ -4,7 +4,7 @@ from torch import nn
 
 from xscale.core.choices import Choice, Edit
 from xscale.core.errors import ConfigError, Problem
-from xscale.core.requirements import change, in_parts, kinds, take
+from xscale.core.requirements import change, divisors, in_parts, kinds, take
 from xscale.distill.teacher_source import (
     BLOCKS,
     TeacherSource,
@@ -113,16 +113,16 @@ def _check_ranks(settings: Settings, config: DistillConfig, world: int) -> list[
     mesh = settings.parallel.mesh
     tp, of_stage = config.tp or mesh.tp, world // mesh.pp
     if of_stage % tp:
-        degrees_that_fit = [degree for degree in range(1, of_stage + 1) if of_stage % degree == 0]
         have = f"a stage has {of_stage}" if mesh.pp > 1 else f"there are {of_stage}"
         what = f"a teacher with tp={tp} needs a multiple of {tp} ranks, and {have}"
         fix = f"Or start a multiple of {tp * mesh.pp} processes."
-        return [Problem(f"{PATH}.tp", what, fix, choices=take(*degrees_that_fit))]
+        return [Problem(f"{PATH}.tp", what, fix, choices=divisors(of_stage))]
     student, (_, degrees) = axes.resolve(mesh, world), teacher_degrees(settings, world)
     if config.zero == 3 and not runs_equally_often(student, degrees):
         what = f"ranks of a teacher with tp={tp} and ZeRO-3 would run it on different numbers of micro-batches"
-        divisors = [degree for degree in range(1, mesh.tp + 1) if mesh.tp % degree == 0]
-        return [Problem(f"{PATH}.tp", what, choices=take(*divisors) + take(0, key=f"{PATH}.zero"))]
+        return [
+            Problem(f"{PATH}.tp", what, choices=divisors(mesh.tp) + take(0, key=f"{PATH}.zero"))
+        ]
     if runs_in_one_stage(student, degrees, sharded=config.zero == 3):
         return []
     what = "a group of the teacher would have ranks of several pipeline stages, which run it at different times"

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import kinds, take
+from xscale.core.requirements import divisors, kinds, take
 from xscale.mesh.collectives import all_to_all_counts
 from xscale.mesh.differentiable_collectives import all_to_all
 from xscale.mesh.mesh import Mesh
@@ -50,9 +50,8 @@ def check(model: nn.Module, ep: int, path: str) -> list[Problem]:
         return [Problem(f"{path}.ep", f"ep={ep} and the model has no experts", choices=choices)]
     for experts in counts:
         if experts % ep:
-            degrees = [degree for degree in range(1, experts + 1) if experts % degree == 0]
             what = f"ep={ep} does not divide experts={experts}"
-            problems[what] = Problem(f"{path}.ep", what, choices=take(*degrees))
+            problems[what] = Problem(f"{path}.ep", what, choices=divisors(experts))
     return list(problems.values())
 
 

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 from xscale.core.errors import ConfigError, counted
+from xscale.core.requirements import divisors_of
 from xscale.mesh import axes
 from xscale.mesh.axes import Degrees
 from xscale.planning.cost_model import CostModel, Estimate, LayoutChoice, bubble, estimate
@@ -151,7 +152,7 @@ def _grid(cost_model: CostModel, fixed: frozenset[str], world: int) -> Iterator[
 
 
 def _divisors(number: int, most: int) -> tuple[int, ...]:
-    return tuple(divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0)
+    return tuple(divisor for divisor in divisors_of(number) if divisor <= most)
 
 
 def _choice(cost_model: CostModel, values: Values, world: int) -> LayoutChoice | None:

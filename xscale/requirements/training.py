@@ -6,7 +6,7 @@ from torch import nn
 
 from xscale.core.errors import Problem
 from xscale.core.registry import Entry
-from xscale.core.requirements import reads, take
+from xscale.core.requirements import divisors_of, reads, take
 from xscale.mesh.axes import Degrees
 from xscale.objective.objective import ObjectiveTraits
 from xscale.observe.config import ObserveConfig, check_profile
@@ -51,7 +51,7 @@ def micro_batches_divide_the_batch(train: TrainConfig, degrees: Degrees) -> Iter
     if batch % (micro * dp) == 0:
         return
     what = f"micro_batch_size={micro} x dp={dp} does not divide batch_size={batch}"
-    sizes = [size for size in range(1, batch + 1) if batch % (size * dp) == 0]
+    sizes = divisors_of(batch // dp) if batch % dp == 0 else []
     choices = tuple(choice for size in sizes for choice in take(size, key="train.micro_batch_size"))
     yield Problem(
         "train.batch_size", what, choices=choices or take(_next_multiple(batch, micro * dp))

@@ -125,10 +125,7 @@ def _product(value: Any, other_values: list[Any]) -> int:
     for other in (value, *other_values):
         if not isinstance(other, int) or isinstance(other, bool):
             raise UnfitError("must be an integer")
-    result = max(1, value)
-    for other in other_values:
-        result *= max(1, other)
-    return result
+    return math.prod(max(1, int(factor)) for factor in (value, *other_values))
 
 
 def _exact_quotient(value: Any, other_values: list[Any]) -> int:
@@ -141,11 +138,11 @@ def _exact_quotient(value: Any, other_values: list[Any]) -> int:
 
 
 def _rounded(value: Any, other_values: list[Any]) -> int:
-    return round(_number(value) * _number(other_values[0]))
+    return round(float(_number(value) * _number(other_values[0])))
 
 
 def _steps_or_fraction(value: Any, other_values: list[Any]) -> int:
-    return _rounded(value, other_values) if 0 < _number(value) < 1 else int(value)
+    return _rounded(value, other_values) if 0 < _number(value) < 1 else int(_number(value))
 
 
 def _positive(value: Any, other_values: list[Any]) -> Any:

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from xscale.core.choices import Choice
 from xscale.core.errors import Problem
-from xscale.core.requirements import divisors, in_parts, instead, take
+from xscale.core.requirements import divisors, divisors_of, in_parts, instead, take
 from xscale.nn.attention.core import Core
 from xscale.nn.linear import Linear
 from xscale.nn.mixer.mixer import Mixer
@@ -95,8 +95,7 @@ class AttentionHeads(Mixer):
 
     def _kv_heads(self, tp: int) -> tuple[Choice, ...]:
         """Return the choices of kv_heads that tp shards or replicates."""
-        counts = [count for count in range(1, self.heads + 1) if self.heads % count == 0]
-        fitting = [count for count in counts if count % tp == 0 or tp % count == 0]
+        fitting = [count for count in divisors_of(self.heads) if count % tp == 0 or tp % count == 0]
         return in_parts("mixer", str(self.Config.kind), "kv_heads", *reversed(fitting))
 
     def draws_by_head(self) -> list[tuple[Module, Any, int]]:

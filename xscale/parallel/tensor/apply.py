@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from xscale.core.errors import Problem
-from xscale.core.requirements import divisors, instead, take
+from xscale.core.requirements import divisors, divisors_of, instead, take
 from xscale.mesh.mesh import Mesh
 from xscale.nn.blocks.stack import Stack
 from xscale.nn.head.head import Head
@@ -58,7 +58,7 @@ def _check_sizes(model: nn.Module, config: ParallelConfig, where: str) -> list[P
             if axis == "ffn" and is_sharded and size % tp:
                 what = f"tp={tp} does not divide the ffn's hidden width of {size}"
                 fix = f"Or take a hidden width that {tp} divides, such as {-(-size // tp) * tp}."
-                lower = take(*[degree for degree in range(1, tp) if size % degree == 0])
+                lower = take(*[degree for degree in divisors_of(size) if degree < tp])
                 problems.append(Problem(where, what, fix, choices=lower))
             if axis == "vocab" and size <= (tp - 1) * -(-size // tp):
                 what = f"vocabulary of {size} leaves some of tp={tp} ranks with no rows"

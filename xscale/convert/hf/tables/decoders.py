@@ -23,6 +23,7 @@ from xscale.convert.hf.tables.keys import (
     write_table,
 )
 from xscale.core.config import decode, encode
+from xscale.core.requirements import divisors_of
 from xscale.nn.position.rope import Rope as RopePosition
 
 FULL, LOCAL = "full_attention", "sliding_attention"
@@ -235,8 +236,7 @@ AUX_LOSS = (
 def heads_divide_width(config: Any, require: Requirements) -> None:
     """Record a problem if the library, which checks it or takes width / heads for the head width, refuses the heads."""
     heads = config.stack.block_config(0).mixer.heads
-    fitting = [count for count in range(1, config.width + 1) if config.width % count == 0]
-    require.one_of("model.stack.block.mixer.heads", heads, *fitting)
+    require.one_of("model.stack.block.mixer.heads", heads, *divisors_of(config.width))
 
 
 def heads_give_width(config: Any, require: Requirements) -> None:
