@@ -31,6 +31,8 @@ REASONS = (
     "would not be trained",
     # An exit's policy of entropies: a score has none.
     "reads a distribution or votes",
+    # A memory is of the text before, in its order.
+    "reads no packed text, of which streams are segments",
     # The student learns from the states and logits of all tokens of its teacher's samples.
     "states and logits of all tokens are compared",
     "predicts at its targets alone",

@@ -132,7 +132,7 @@ def test_another_batch_or_sequence_is_a_named_decision(
     read.clear()
     changed = {"train": ON, section: value if section == "train" else {"sequence_length": value}}
     with pytest.raises(
-        ConfigError, match=rf"{key} was \d+ and is now \d+\. .*run\.allow_changed=\[{key}\] resumes with it"
+        ConfigError, match=rf"{key} was \d+ and is now \d+\. .*'run\.allow_changed=\[{key}\]' resumes with it"
     ):
         run(recipe(tmp_path, "run", **changed))
     assert run(recipe(tmp_path, "run", run={"allow_changed": [key]}, **changed)) == EXIT_DONE
