@@ -53,6 +53,7 @@ NOT_RUN = {
     "a download": r"^hf download |fineweb|bert-base-uncased|runs/packages|runs/general|runs/filled|"
     r"eval runs/\S+ --tasks|xscale_tinybert|task\.yaml",
     "an image": r"^docker ",
+    "a config of another trainer": r"init --from (?:pretrain_gpt|llama3_8b|training_args)",
     "a model of the reader": r"my_student|finetune_classify|run\.dir=runs/bert",
     "an hour": r"^make train TORCH_INDEX|bench attention --positions|bench layers|--folder DISK|--search --world 64",
 }

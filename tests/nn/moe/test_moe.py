@@ -131,7 +131,7 @@ def test_dropped_tokens_give_zero_and_are_counted() -> None:
     seen = {name.removeprefix("/"): value for name, value in tally.means().items()}
     assert float(seen["dropped"]) == pytest.approx(0.75)
     assert sorted(seen["load"].tolist()) == [0, 0, 0, 1]
-    assert {"load", "dropped", "entropy", "confidence", "aux"} == set(seen)
+    assert {"load", "rows", "dropped", "entropy", "confidence", "aux"} == set(seen)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -10,7 +10,7 @@ TOPK = {"moe.router.kind": ("topk",)}
 GATED = {"kind": "gated", "gate": "swiglu"}
 AUTOMATIC = "chosen by itself"
 SOURCE = "data.prepared reads such a .bin/.idx pair, data.blend several by weight"
-TOKENIZER = "data.tokenizer={kind: huggingface, file: tokenizer.json}"
+TOKENIZER = "'data.tokenizer={kind: huggingface, file: tokenizer.json}'"
 
 MODEL = (
     KeyEntry("num_layers", "model.stack.depth"),
