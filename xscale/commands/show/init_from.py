@@ -38,7 +38,7 @@ NO_STEPS = "The file has no number of steps: train.steps is the default, 1000."
 def init_from(recipe: str | None, files: list[Path], out: Path | None) -> None:
     """Write a recipe with the keys of `files`: a config of another trainer, the config.json of a model, or both.
 
-    ConfigError where a file is neither, where two are alike, where the recipe does not pass the check of `xscale plan`,
+    ConfigError where a file is neither, where two are of one kind, where `xscale plan` refuses the recipe,
     and if the file to write exists. Then nothing is written.
     """
     if recipe is not None:
@@ -88,8 +88,8 @@ def _of_trainer(files: list[Path]) -> tuple[dict[str, Any], list[OmittedKey], li
     contents = {file: read_file(file) for file in files}
     trainers = [file for file, data in contents.items() if not _is_model(file, data)]
     if len(trainers) > 1 or len(contents) - len(trainers) > 1:
-        alike = [str(file) for file in (trainers if len(trainers) > 1 else contents)]
-        what = f"{' and '.join(alike)} are of one kind"
+        of_one_kind = [str(file) for file in (trainers if len(trainers) > 1 else contents)]
+        what = f"{' and '.join(of_one_kind)} are of one kind"
         raise ConfigError("--from", what, "Give one config of a trainer, and one config.json.")
     if not trainers:
         return {}, [], [], "a model of transformers"
